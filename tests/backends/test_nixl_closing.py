@@ -160,7 +160,7 @@ def run(script: str, how: str, folder: Path) -> None:
     with (folder / "out").open("w+") as out:
         group = subprocess.Popen([sys.executable, "-c", text], stdout=out, stderr=out, start_new_session=True)
         try:
-            code = group.wait(60.0)
+            code = group.wait(240.0)
         finally:
             with suppress(ProcessLookupError):  # peers that have stopped
                 os.killpg(group.pid, signal.SIGKILL)

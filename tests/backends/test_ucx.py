@@ -299,7 +299,7 @@ import faulthandler, sys, time
 from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.geometry import Runs
 from kvxfer_ucx import UcxTransport
-faulthandler.dump_traceback_later(20, exit=True)
+faulthandler.dump_traceback_later(200, exit=True)
 class Ours(Suite):
     backend, options, __test__ = UcxTransport, {options}, False
 world = World(Ours())

@@ -35,7 +35,7 @@ def runs_as_it_says(page: str, first: str, second: str, folder: Path) -> None:
     before = subprocess.Popen([sys.executable, first], cwd=folder, stdout=subprocess.PIPE)
     try:
         after = subprocess.run(
-            [sys.executable, second], cwd=folder, stdin=before.stdout, capture_output=True, text=True, timeout=90
+            [sys.executable, second], cwd=folder, stdin=before.stdout, capture_output=True, text=True, timeout=300
         )
         assert after.returncode == 0, after.stderr
         assert after.stdout == blocks(page, "text")[0][1]

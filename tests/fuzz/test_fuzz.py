@@ -94,6 +94,7 @@ def rig() -> Iterator[agent.Rig]:
     rig.close()
 
 
+@pytest.mark.keep(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_an_agent_under_fire_lives_and_works(rig: agent.Rig, seed: int) -> None:
     rng = random.Random(seed)

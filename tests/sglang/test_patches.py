@@ -18,5 +18,5 @@ def test_a_patch_applies(patch: Path) -> None:
     if shutil.which("patch") is None:
         pytest.skip("there is no program patch")
     command = ["patch", "-p2", "--dry-run", "--fuzz=0", "-d", str(overlay.FOLDER)]
-    done = subprocess.run(command, input=patch.read_text(), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, input=patch.read_text(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "offset" not in done.stdout, done.stdout + done.stderr
