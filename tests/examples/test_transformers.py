@@ -44,6 +44,7 @@ def transformers() -> None:
     require("transformers")
 
 
+@pytest.mark.slow  # each imports torch and transformers
 def test_two_processes_make_the_tokens_of_a_plain_run() -> None:
     command = f"{sys.executable} -W ignore prefill.py | {sys.executable} -W ignore decode.py"
     done = subprocess.run(command, shell=True, cwd=HERE, capture_output=True, text=True, timeout=300)
