@@ -32,7 +32,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86400, title="seconds")]  # bounded, so
 Budget = Annotated[float, Meta(ge=0, le=1, title="seconds")]
 Staging = Annotated[int, Meta(ge=SLOTS * MIN_PIECE, title="bytes")]
 NonEmpty = Annotated[str, Meta(min_length=1)]
-FilePath = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]*$")]
+FilePath = Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]*$", description="without a NUL byte")]
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
 Integrity = Literal["off", "sample", "full"]
 
@@ -47,47 +47,53 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     Each engine of a pair has its own. The two need not agree, as long as the engines have a back end in common.
 
     Attributes:
-        backend: A name from the entry point group `kvxfer.backends`, or `module:Class`, or `auto`: each link then uses the
-            first back end, in a fixed order, that both engines have and that can make it (see `kvxfer.transport.auto`).
-        backend_options: Handed to the back end, which checks them itself; with `auto`, a mapping from back end to options.
-        listen: Address that control sockets bind to; an IPv6 one with or without brackets.
-        port: Port of the engine's directory; 0 takes any free one.
-        advertise: Address given to peers, or a name that this host looks up for them. None gives them `listen`; `auto` lets each
-            process find its host's own address, and listen there if `listen` is a loopback address.
-        transfer_timeout: Seconds that a transfer may take from its first part to its outcome.
-        start_timeout: Seconds that a consumer waits for the first part, in which the request may queue at the producer. None
-            means as long as `transfer_timeout`.
-        step_budget: Seconds that one engine step may spend waiting for short loads and copying in what they brought, so
-            that their requests run in that same step. A load counts as short if both should fit, judging by the recent
-            speed of its link and of the copies. An engine that has little else to do waits longer. 0 turns this off.
-        lease: Seconds for which a producer keeps offered blocks that nobody fetches or renews.
-        control_ports: Ports for the control sockets of this host's workers, as in `20000-20099`: each worker takes the first that is
-            free. None takes any free port.
-        peer_timeout: Seconds of silence after which a peer counts as dead. It ends no transfer whose peer answers.
-        abort_timeout: Seconds that the back end may take to let go of an aborted transfer's memory; after that the link is closed,
-            and after as many again the back end is replaced.
-        staging_bytes: Size of the staging area, for transfers that cannot or should not go direct; None takes 64 MiB of
-            host memory, or 512 MiB of a CUDA device where the back end moves such memory.
-        key_file: Path of the file with the key that this engine presents and those that it accepts (`kvxfer keys` makes one);
-            None for no authentication. It is read again when it changes.
-        peers: Who may connect to this engine and whom it may dial: networks and addresses; None for everybody.
-        trust_network: Whether you trust every host that can reach this one with the contents of KV and with the engine's memory. Then
-            `auto` also uses back ends between hosts whose ports ask for no secret, as those for RDMA do.
-        integrity: How much of what arrives is compared with a hash of what was sent: nothing, a sixteenth of each
-            part's blocks, or all. If two engines differ, the stricter setting applies.
-        layout_check: Whether a connector checks at start that its engine writes KV where kvxfer would read it, and
-            refuses to start otherwise.
-        model: A name for the weights, used instead of what the engine finds out about them: for checkpoints that differ only
-            in form, or that cannot be read. Two engines with the same name are taken to serve the same model.
-        trace: Path of a file to which the scheduler's process appends a line of JSON for each load that ends: what was
-            loaded, and when each stage was reached. None writes nothing.
+        backend: Name of an installed back end, `module:Class`, or `auto`: each link then uses the first back end, in a fixed order,
+            that both engines have and that can make it. Two engines must have a back end in common.
+        backend_options: Options of the back end, which checks them itself. With `auto`, the options of each back end under its
+            name, as in `{"zmq": {...}}`.
+        listen: Address that the control sockets bind to, and the back end's sockets if it has any. With `0.0.0.0` or `::`, set
+            `advertise` as well. IPv6 addresses may have brackets.
+        port: Port of the engine's directory; 0 takes any free one. With vLLM's data parallelism each rank adds its number.
+        advertise: Address that peers get; this engine looks a name up for them. Unset, they get `listen`. With `auto`, each process
+            finds its host's own address, and listens there if `listen` is a loopback address.
+        transfer_timeout: Time from the first part of a transfer to its outcome, whatever happens. A producer allows a consumer at
+            most the longer of its own `lease` and `transfer_timeout`.
+        start_timeout: Time from a fetch to its first part, in which the request may queue at a busy producer. Unset, it is as long
+            as `transfer_timeout`.
+        step_budget: Time of a decode engine's step for waiting for short loads and copying in what they brought, so that their
+            requests run in that same step; all loads of a step share it. An engine that has little else to do waits longer,
+            where that saves more than it costs. With 0 no request waits.
+        lease: Time for which a producer keeps offered blocks that nobody has fetched or renewed.
+        control_ports: Ports for the control sockets of an engine's workers, as in `20000-20099`: each worker takes the first that is
+            free on its host. Unset, any free port.
+        peer_timeout: Silence after which a peer counts as lost while work with it is pending. It ends no transfer whose peer answers. A
+            directory that does not answer for as long counts as unreachable.
+        abort_timeout: Time that the back end may take to release the memory of an aborted transfer. After that its link is closed,
+            and after as long again the back end is replaced, which ends all transfers of that worker. A lower value frees blocks
+            sooner; a library that needs longer is then reset without need.
+        staging_bytes: Staging memory of each worker, for transfers that cannot or should not go direct. Unset, 64 MiB of host
+            memory, or 512 MiB of a CUDA device where the back end moves such memory.
+        key_file: Path of the file with the key that this engine presents and those that it accepts; `kvxfer keys FILE` makes one. It
+            is read again when it changes. Unset, there is no authentication. It does not encrypt KV: option `encrypt` of `tcp` and
+            `zmq` does.
+        peers: Networks and addresses that may connect and may be dialled, by back ends as well. Unset, everybody.
+        trust_network: Whether you trust every host that can reach this one with the contents of KV and with the engine's memory. If
+            so, `auto` also uses `nixl`, `ucx` and `nccl` between hosts, whose ports ask for no secret.
+        integrity: With `full`, both sides hash everything that moves, and a transfer whose bytes changed on the way fails. With `sample`,
+            a sixteenth of the blocks of each part. If two engines differ, the stricter setting applies.
+        layout_check: Whether a connector checks at start that each layer writes its KV where kvxfer would read it, and refuses to start
+            otherwise.
+        model: A name for the weights in place of their fingerprint: for checkpoints that differ only in form, or that cannot be read.
+            Engines with the same name are taken to serve the same weights.
+        trace: Path of a file (no pipe or device) to which the scheduler's process appends a line of JSON for each load: what was
+            loaded, and when it reached each stage. Unset, nothing is written.
         ask: Whether a prefix of a prompt is loaded from engines that a router names. `auto`: if the load should end before the tokens
-            could be computed, by the recent speed of the link and of the engine. `always`: whatever they hold. `never`: nobody is asked.
-        ask_timeout: Seconds for which a request waits for the answers of such engines.
+            could be computed, by the recent speed of the link and of the engine. `always`: all that they hold. `never`: none of it.
+        ask_timeout: Time for which a request waits for the answers of such engines; with `auto`, no longer than computing the tokens
+            should take. Then it is computed. A load from an answer must begin within that time, or 0.75 s if that is longer.
         ask_tokens: The fewest tokens that are worth a load from such an engine.
-        elastic: Whether pages of the cache may be unmapped and replaced while the engine runs, as kvcached does. Back
-            ends whose registration pins pages then move the cache staged. None detects it for CUDA memory, by how that is
-            mapped.
+        elastic: Whether pages of the cache may be unmapped and replaced while the engine runs, as kvcached does. Back ends whose
+            registration pins pages then move the cache staged. Unset, it is detected, for CUDA memory only.
 
     Raises:
         ConfigError: A value has the wrong type or range; the message names setting, value and what is expected.

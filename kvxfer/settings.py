@@ -32,6 +32,7 @@ __all__ = [
     "bare",
     "check_dialable",
     "everywhere",
+    "expected",
     "hold",
     "json_object",
     "loopback",
@@ -138,7 +139,7 @@ def _taken(value: Any, type_: Any, what: str) -> Any:
     try:
         return msgspec.convert(plain, type_)
     except msgspec.ValidationError:
-        raise ConfigError(f"{what} cannot be {value!r:.200}: expected {_expected(type_)}") from None
+        raise ConfigError(f"{what} cannot be {value!r:.200}: expected {expected(type_)}") from None
 
 
 def check_dialable(listen: str, advertise: str | None, naming: str) -> None:
@@ -270,19 +271,19 @@ def near(key: object, known: Iterable[str]) -> str | None:
 _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", type(None): "null"}
 
 
-def _expected(type_: Any) -> str:
+def expected(type_: Any) -> str:
     """Say in words what a setting's type takes, with its unit and its limits."""
     origin, arguments = get_origin(type_), get_args(type_)
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
     if origin is Annotated:
         metas = [meta for meta in arguments[1:] if isinstance(meta, Meta)]
-        return _expected(arguments[0]) + "".join(_limits(meta, arguments[0]) for meta in metas)
+        return expected(arguments[0]) + "".join(_limits(meta, arguments[0]) for meta in metas)
     if origin in (Union, UnionType):
-        rest = " or ".join(_expected(one) for one in arguments if one is not type(None))
+        rest = " or ".join(expected(one) for one in arguments if one is not type(None))
         return f"null, or {rest}" if type(None) in arguments else rest
     if origin in (list, tuple, set, frozenset):
-        return f"a list, each of its elements {_expected(arguments[0])}"
+        return f"a list, each of its elements {expected(arguments[0])}"
     return "an object" if origin is dict or type_ is dict else _PLAIN.get(type_, "another type")
 
 
@@ -296,9 +297,9 @@ def _limits(meta: Meta, of: Any) -> str:
     )
     words = [text for text in (least, most) if text]
     if meta.min_length:
-        words.append("not empty" if of is str else f"of at least {meta.min_length}")
+        words.append("not empty" if meta.min_length == 1 else f"of at least {meta.min_length}")
     if meta.max_length is not None:
         words.append(f"of at most {meta.max_length} {'characters' if of is str else 'elements'}")
     if meta.pattern is not None:
-        words.append(f"of the form {meta.pattern}")
+        words.append(meta.description or f"of the form {meta.pattern}")
     return (f" of{unit}" if unit else "") + (f", {' and '.join(words)}" if words else "")

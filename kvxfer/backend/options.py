@@ -45,16 +45,16 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return read(cls, options, cls.naming())
 
 
-Period = Annotated[float, Meta(gt=0, le=3600)]
-"""A time in seconds."""
+Period = Annotated[float, Meta(gt=0, le=3600, title="seconds")]
+"""A time, bounded so that every wait ends."""
 
 
 class ListenOptions(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base class for the options of a back end that listens; a subclass must give every option a default.
 
     Attributes:
-        listen: Address to bind to; peers must be able to reach it.
-        advertise: Address given to peers, or a name that is looked up here, if it is not ``listen``.
+        listen: Address to bind to, which peers must be able to reach. Unset, the engine's.
+        advertise: Address that peers get, or a name that is looked up here. Unset, the engine's, or the `listen` set here.
         port: TCP port to bind to; 0 takes any free one.
     """
 

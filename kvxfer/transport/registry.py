@@ -13,7 +13,8 @@ from kvxfer.transport.contract import CONTRACTS, Probe, Transport
 
 GROUP = "kvxfer.backends"
 
-_INHERITED = frozenset({"listen", "advertise"})
+INHERITED = frozenset({"listen", "advertise"})
+"""Options of a back end that take the engine's setting of that name unless they are set."""
 _GUARDED = ("always", "loopback", "never")
 
 
@@ -106,8 +107,10 @@ def _misdeclared(cls: type[Transport]) -> str | None:
     costs, inherits = cls.costs, cls.inherits
     if not isinstance(costs, Mapping) or not all(isinstance(x, (int, float)) for x in costs.values()):
         return f"`costs = {costs!r}`, which must be a number for each kind of memory, as {{{HOST!r}: 30}}"
-    if not isinstance(inherits, AbstractSet) or not inherits <= _INHERITED:
-        return f"`inherits = {inherits!r}`, which must be a set of {' and '.join(map(repr, sorted(_INHERITED)))}, or of one"
+    if not isinstance(inherits, AbstractSet) or not inherits <= INHERITED:
+        return (
+            f"`inherits = {inherits!r}`, which must be a set of {' and '.join(map(repr, sorted(INHERITED)))}, or of one"
+        )
     if cls.guarded not in _GUARDED:
         return f"`guarded = {cls.guarded!r}`, which must be one of {', '.join(map(repr, _GUARDED))}"
     return None

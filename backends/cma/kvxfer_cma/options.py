@@ -13,11 +13,11 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
     """``backend_options`` of back end ``cma``.
 
     Attributes:
-        mode: ``vm`` copies directly between the processes, ``shm`` through shared memory (one more copy); ``auto`` uses ``vm`` for
-            each link for which the kernel permits it, and ``shm`` for others.
-        allow_ptrace: Whether to let every process of this user access this one's memory if Yama (``ptrace_scope``) would only
-            let its parents.
-        threads: How many threads copy a large batch directly between the processes at the same time.
+        mode: `vm` copies directly between the processes (cross-memory attach), `shm` through shared memory, with one more copy. `auto`
+            takes `vm` for each link for which the kernel permits it, and `shm` for others.
+        allow_ptrace: Whether every process of this user may attach to this one (`PR_SET_PTRACER`), where Yama (`ptrace_scope`)
+            would permit only its parents.
+        threads: Threads that share a batch of 8 MiB or more.
     """
 
     backend = "cma"

@@ -13,9 +13,9 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
     """``backend_options`` of back end ``cuda_ipc``.
 
     Attributes:
-        engine: ``kernel`` copies with a kernel; ``copy`` uses the GPU's copy engines, which occupy no multiprocessor but take
-            much time for each run.
-        ctas: The number of the kernel's thread blocks, of 1024 threads each; each keeps a multiprocessor busy while it runs.
+        engine: `kernel` copies with a kernel. `copy` uses the GPU's copy engines (`cuMemcpyBatchAsync`), which occupy no multiprocessor
+            but take much time for each run.
+        ctas: Thread blocks of the kernel, of 1024 threads each; each keeps a multiprocessor busy during a copy.
     """
 
     backend = "cuda_ipc"

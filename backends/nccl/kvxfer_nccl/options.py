@@ -13,14 +13,14 @@ class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """``backend_options`` of back end ``nccl``; ``listen`` and ``port`` are for the small connections that accompany links.
 
     Attributes:
-        channels: How many thread blocks (NCCL: CTAs) one message may use, on both GPUs. More are faster, but take more device
-            memory and slow down the model's kernels more. If the sides differ, the smaller number is used.
-        priority: The priority of the stream that transfers run on; ``normal`` is the lowest that CUDA has.
-        idle_close_s: Seconds without a transfer after which a communicator is closed to free its memory.
-        init_timeout_s: The most seconds that making a communicator may take.
-        abort_timeout_s: The most seconds for NCCL to abort a communicator, before its memory counts as still in use; and the most
-            that ``close`` takes, of which half may be spent on peers with which a communicator is being made.
-        connect_timeout_s: Seconds after which a link that is not made yet counts as failed.
+        channels: Thread blocks (NCCL: CTAs) that one message may use on each GPU. More are faster, but take more device memory and
+            multiprocessors. If the sides differ, the smaller number is used.
+        priority: Priority of the stream that transfers run on; `normal` is the lowest that CUDA has, `high` the next.
+        idle_close_s: Time without a transfer after which a communicator is closed to free its memory.
+        init_timeout_s: Time that making a communicator may take.
+        abort_timeout_s: Time for NCCL to abort a communicator, after which its memory counts as still in use; and the longest that
+            closing takes, of which half may pass for peers with which a communicator is being made.
+        connect_timeout_s: Time after which a link that is not made yet counts as failed.
     """
 
     backend = "nccl"

@@ -34,20 +34,21 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
     """``backend_options`` of back end ``nixl``.
 
     Attributes:
-        listen: Where plugin ``UCX`` opens ports. With a loopback address, the default, nowhere: it then uses only shared memory
-            and GPUs. With another address, on the network device that has it; with ``0.0.0.0``, on all devices. See
-            ``kvxfer.backend.ucx``.
-        plugin: The NIXL plugin that moves the bytes; one that reaches other agents (``UCX``, ``LIBFABRIC``, ``MOONCAKE``).
-        plugin_params: The plugin's own parameters, as in ``{"num_workers": "2"}``.
-        ucx: Settings of UCX, with or without the prefix ``UCX_``, as in ``{"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}``.
-        verbs: The verbs to use. ``None``: writes, and reads unless UCX has only TCP (see ``reach.py``); then a link that only TCP
-            can make is refused. Verbs that are named here are used without these checks.
-        threads: How many threads post a large batch in host memory at the same time, each with a worker of plugin ``UCX``; within
-            one host, posting copies the bytes. ``None``: two, or one if there is a GPU, whose transfers a second worker slows down.
-        num_threads: Extra threads with which the plugin posts long batches; 0 for none. They spin while they work.
-        sync_mode: The locking inside the NIXL agent. ``None``: what ``threads`` needs.
-        log_level: What NIXL's library writes to stderr. Read once in a process, when NIXL is loaded; ``None`` leaves it to
-            ``NIXL_LOG_LEVEL``.
+        listen: Where plugin `UCX` opens ports. Unset, at the engine's `listen`. With a loopback address nowhere: it then uses only
+            shared memory and GPUs. With another address, on the network device that has it; with `0.0.0.0`, on all devices.
+        plugin: NIXL plugin that moves the bytes; one that reaches other agents: `UCX`, `LIBFABRIC` (EFA, needs libfabric on the host),
+            `MOONCAKE` (built from source).
+        plugin_params: The plugin's own parameters, as in `{"num_workers": "2"}`.
+        ucx: Settings of UCX, with or without the prefix `UCX_`, as in `{"TLS": "rc,cuda_ipc", "NET_DEVICES": "mlx5_0:1"}`. They take
+            precedence over the environment.
+        verbs: Verbs to use. Unset, writes, and reads unless UCX has only TCP; then a link that only TCP can make is refused. Verbs
+            that are named here are used without these checks.
+        threads: Threads that post a large batch of host memory, each with a worker of plugin `UCX`. Unset, two, or one if there is
+            a GPU, whose transfers a second worker slows down.
+        num_threads: Extra threads with which the plugin posts long batches. They spin while they work.
+        sync_mode: Locking inside the NIXL agent. Unset, what `threads` needs.
+        log_level: What NIXL's library writes to stderr; it is read once in a process, when NIXL is loaded. Unset, `NIXL_LOG_LEVEL`
+            of the environment decides.
     """
 
     backend = "nixl"

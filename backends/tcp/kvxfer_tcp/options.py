@@ -15,12 +15,11 @@ class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """``backend_options`` of back end ``tcp``.
 
     Attributes:
-        connections: The number of TCP connections of a link, in each direction in which it reads; the smaller count of both
-            sides is used.
-        connect_timeout_s: Seconds after which a peer that does not answer counts as unreachable. If its name has several
-            addresses, each is tried for its share of them.
-        heartbeat_s: Seconds of silence after which the kernel probes whether a peer's host is there; after five times as
-            many without an answer, the link is dead.
+        connections: TCP connections of a link for each direction in which it reads; the smaller number of both sides is used.
+        connect_timeout_s: Time after which a peer that does not answer counts as unreachable. If its name has several addresses, each
+            is tried for its share.
+        heartbeat_s: Silence after which the kernel probes the peer's host; after five times as long without an answer the link is
+            dead.
         encrypt: Whether everything on the wire is encrypted; must be the same on both sides.
     """
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from kvxfer.backend.options import BackendOptions
+from kvxfer.backend.options import BackendOptions, Period
 from kvxfer.backend.ucx import Split, confined, split
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.settings import near
@@ -36,19 +36,19 @@ class Options(BackendOptions, frozen=True, forbid_unknown_fields=True, kw_only=T
     """``backend_options`` of back end ``ucx``.
 
     Attributes:
-        listen: Where UCX opens ports. With a loopback address, the default, nowhere: it then uses only shared memory and
-            GPUs. With another address, on the network device that has it; with ``0.0.0.0``, on all devices. See
-            ``kvxfer.backend.ucx``.
-        ports: The range of TCP ports to use, as in ``"20000-20999"``; ``None`` for any. Each link takes one for each device.
-        connect_timeout_s: Seconds after which a link that is not made yet counts as failed.
-        ucx: Settings of UCX without the prefix ``UCX_``, as in ``{"TLS": "tcp", "NET_DEVICES": "eth0"}``.
+        listen: Where UCX opens ports. Unset, at the engine's `listen`. With a loopback address nowhere: it then uses only shared
+            memory and GPUs. With another address, on the network device that has it; with `0.0.0.0`, on all devices.
+        ports: TCP ports to use, as in `20000-20999`; each link takes one for each device. Unset, any free port.
+        connect_timeout_s: Time after which a link that is not made yet counts as failed.
+        ucx: Settings of UCX without the prefix `UCX_`, as in `{"TLS": "tcp", "NET_DEVICES": "eth0"}`. They take precedence over the
+            environment.
     """
 
     backend = "ucx"
 
     listen: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
-    ports: Annotated[str, Meta(pattern=r"^\d{1,5}-\d{1,5}$")] | None = None
-    connect_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    ports: Annotated[str, Meta(pattern=r"^\d{1,5}-\d{1,5}$", description="as in '20000-20999'")] | None = None
+    connect_timeout_s: Period = 10.0
     ucx: dict[str, str | int | float | bool] = {}
 
     def given(self) -> dict[str, str]:

@@ -13,11 +13,11 @@ class Options(ListenOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """``backend_options`` of back end ``zmq``.
 
     Attributes:
-        protocol: ``tcp``, or ``ipc`` (Unix sockets) between processes of one host.
-        io_threads: The number of ZeroMQ's threads; one moves about 4 GB/s.
+        protocol: `tcp`, or `ipc`: a Unix socket in a private folder, for processes of one user.
+        io_threads: Threads of ZeroMQ; one moves about 4 GB/s.
         encrypt: Whether everything on the wire is encrypted (CurveZMQ); must be the same on both sides.
-        connect_timeout_s: Seconds after which a peer that does not answer counts as unreachable.
-        heartbeat_s: Seconds between signs of life; after five times as many without one, a link is dead.
+        connect_timeout_s: Time after which a peer that does not answer counts as unreachable.
+        heartbeat_s: Time between heartbeats; after five times as long without one a link is dead.
     """
 
     backend = "zmq"

@@ -114,29 +114,32 @@ def _is_here(host: str) -> bool:
     return True
 
 
+Pause = Annotated[float, Meta(ge=0, le=86400, title="seconds")]
+
+
 class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The settings of the vLLM connector: kvxfer's, and some of its own.
 
     Attributes:
-        legacy_hosts: Networks and addresses of engines that a request id in the form of vLLM's former
-            P2pNcclConnector may name; if empty, ids are never read as addresses.
-        decode_answers: Whether the answers of a decode engine tell its router where the KV is that it has then, so that the next turn
-            of a conversation can be loaded from there.
-        keep_answers: Seconds for which a decode engine keeps the KV of an answer from being evicted, while at least a quarter of its
-            cache is free. 0: it stays in the prefix cache like all else.
-        drain: Seconds since its last request and their last question for which others can still ask an engine that is shut down for what it
-            holds, within vLLM's ``--shutdown-timeout``. 0: it ends with its last request, and what it has promised.
-        blocks_outermost: Whether vLLM is asked for a cache in which the layers of a block lie side by side, where that is known to work.
-        trust_sources: Whether engines that a request names as sources of a prefix are asked although neither ``key_file`` nor ``peers``
-            says who they may be. Any client that may send such a request chooses what this engine loads, and caches for all others.
-        secondary_tiers: Read by Dynamo alone, whose router then sends hints (``kv_hint``): where its workers say they can be asked.
+        legacy_hosts: Networks and addresses of prefill engines that a request id in the form of vLLM's former P2pNcclConnector may name.
+            With none, ids are never read as addresses.
+        decode_answers: Whether the answers of a decode engine name for the router where the KV of the conversation is, so that the next
+            turn can be loaded from there.
+        keep_answers: Time for which a decode engine keeps the KV of an answer from being evicted, while at least a quarter of its
+            cache is free. With 0 it stays in the prefix cache like all else.
+        blocks_outermost: Whether vLLM is asked for a cache in which all layers of a block lie side by side, where that is known to work.
+        drain: Time since its last request and the last question of others in which they can still ask an engine that is shut down for
+            what it holds, within vLLM's `--shutdown-timeout`. With 0 it ends with its last request and its last promise.
+        trust_sources: Whether engines that a request names as sources of a prefix are asked although neither `key_file` nor `peers`
+            is set. Any client that reaches this engine then chooses what it loads, and caches for others.
+        secondary_tiers: Read by Dynamo alone, whose router then sends hints (`kv_hint`): where its workers can be asked.
     """
 
     legacy_hosts: tuple[str, ...] = ()
     decode_answers: bool = True
-    keep_answers: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    keep_answers: Pause = 0.0
     blocks_outermost: bool = True
-    drain: Annotated[float, Meta(ge=0, le=86400)] = 5.0
+    drain: Pause = 5.0
     trust_sources: bool = False
     secondary_tiers: tuple[dict[str, Any], ...] = ()
 
