@@ -4,7 +4,7 @@
 #   make test-all    every case of every test: also what measures, builds or starts much
 #   make fleet       vllm-router, two prefill and two decode servers, 200 requests, one server killed and one added
 #   make fleet-ray   Ray Serve LLM with prefill and decode replicas, one of them killed, and one added under load
-#   make bench       benchmarks                         make lint        ruff and mypy
+#   make bench       benchmarks                         make lint        ruff, mypy, prose
 #   make docs        the documentation as a site in build/site
 #   make test-matrix the connector's tests on vLLM 0.31, and all tests without servers on Python 3.11 to 3.13
 #   make test-next   the connector's tests on vLLM 0.33, which has no build for CPUs: on the kernels of 0.32

@@ -60,9 +60,9 @@ LAYERS = {
 
 
 def lint() -> int:
-    """Print the lines of each area, and check form and types; return the status of the first check that fails, or 0."""
+    """Print the lines of each area, and check form, types and prose; return the status of the first check that fails, or 0."""
     subprocess.run([sys.executable, "-m", "tests.areas"], cwd=ROOT, check=True)
-    checks = (["ruff", "format", "--check", "--quiet", "."], ["ruff", "check", "."], ["mypy"])
+    checks = (["ruff", "format", "--check", "--quiet", "."], ["ruff", "check", "."], ["mypy"], ["tests.docs.lint"])
     return next(
         filter(None, (subprocess.run([sys.executable, "-m", *check], cwd=ROOT).returncode for check in checks)), 0
     )

@@ -310,7 +310,7 @@ def _kept_up(found: dict[str, Any]) -> bool:
 
 def scale(
     backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
-    loads: Annotated[int, typer.Option(min=1, help="Loads in flight at once.")] = 10_000,
+    loads: Annotated[int, typer.Option(min=1, help="Loads in flight together.")] = 10_000,
     links: Annotated[int, typer.Option(min=1, help="Consumers linked to one producer.")] = 200,
     rate: Annotated[float, typer.Option(min=1, help="Loads per second.")] = 1000,
     seconds: Annotated[float, typer.Option(min=0.5, help="How long to keep up that rate, in seconds.")] = 10.0,

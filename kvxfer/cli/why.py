@@ -46,7 +46,7 @@ def why(
     last: Annotated[int, typer.Option(help="How many requests to show.", min=1, max=MAX_STORIES)] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Tell what became of a request on both engines, as one story, with a verdict: who waited, how much came how fast, what to set.
+    """Report what became of a request on both engines, in order, with a verdict: who waited, how much came how fast, what to set.
 
     Each engine remembers its last thousand requests that were delivered, as many that failed, and as many without a transfer.
     Times are of this host's clock, whatever the clocks of the engines say.

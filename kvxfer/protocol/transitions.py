@@ -88,7 +88,7 @@ RANK_FETCH: Transitions[RankFetchState, RankFetchEvent] = Transitions(
         "the attempt that it speaks of is over": _pairs(
             (_L.LINKING, _L.PAUSED), (_e.PART_READY, _e.COMMIT_ACK, _e.CLOSED, _e.CLOSED_AGAIN)
         ),
-        "the outcome stands": _pairs(_OVER, set(_e) - set(_INSIDE)),
+        "the outcome remains": _pairs(_OVER, set(_e) - set(_INSIDE)),
         "the commit is asked for once all ranks have arrived": _pairs(
             (_L.REQUESTED, _L.MOVING, _L.ARRIVED), (_e.COMMIT_ACK,)
         ),

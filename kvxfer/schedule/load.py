@@ -63,12 +63,12 @@ class LoadEvent(enum.StrEnum):
     TAKE_BLOCKS = "its blocks are taken away"
     GIVE_UP = "given up, or the request is over"
     FAILED = "failed while a rank may still write"
-    ENDED = "end told to the engine"
-    ENDED_EARLY = "end told to the engine, a step will repeat it"
-    ENDED_WRITTEN = "end told to the engine, a rank may still write"
+    ENDED = "end reported to the engine"
+    ENDED_EARLY = "end reported to the engine, a step will repeat it"
+    ENDED_WRITTEN = "end reported to the engine, a rank may still write"
     QUIET = "no rank writes any more"
     QUIET_EARLY = "no rank writes any more, a step will repeat the end"
-    REPEAT = "steps have told all of the end"
+    REPEAT = "steps have reported the end to all"
 
 
 _S, _E = LoadState, LoadEvent
@@ -121,9 +121,9 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         "it has failed, or been given up, already": pairs((_S.ABANDONED, _S.CANCELLED), (_E.FAILED,)),
         "its tokens are on their way": frozenset({(_S.MOVING, _E.NOT_NEEDED)}),
         "its end is known": pairs(_TOLD, (*_AWAY, _E.NOT_NEEDED, _E.FAILED)),
-        "the engine has yet to be told": pairs(_UNDER_WAY, (_E.REPEAT,)),
+        "the engine has no report yet": pairs(_UNDER_WAY, (_E.REPEAT,)),
         "its blocks are not quiet": frozenset({(_S.WRITTEN, _E.REPEAT)}),
-        "the engine is told of its end next": pairs(_UNDER_WAY, (_E.QUIET, _E.QUIET_EARLY)),
+        "the engine gets the report next": pairs(_UNDER_WAY, (_E.QUIET, _E.QUIET_EARLY)),
     },
     never={
         "only what is open is fetched": pairs(_but(_S.OPEN), (_E.FETCH, _E.FETCH_AHEAD)),
@@ -234,7 +234,7 @@ class Load(Life[LoadState, LoadEvent]):
 
     @property
     def under_way(self) -> bool:
-        """Whether the engine has yet to be told how it ends, though its blocks are being filled."""
+        """Whether the engine has no report yet how it ends, though its blocks are being filled."""
         return self.state in _UNDER_WAY
 
     @property

@@ -63,7 +63,7 @@ OFFERING: Transitions[OfferingState, OfferingEvent] = Transitions(
     ignored={
         "nothing of it was whole": frozenset({(_S.RUNNING, _E.RESTART)}),
         "nobody may read it any more": pairs((_S.WITHDRAWN, _S.ABANDONED, _S.CLOSED), (_E.WITHDRAW,)),
-        "a rank has the last one to tell of yet": pairs((_S.WITHDRAWN, _S.ABANDONED), (_E.DONE_EARLIER,)),
+        "a rank has yet to report the last one": pairs((_S.WITHDRAWN, _S.ABANDONED), (_E.DONE_EARLIER,)),
         "it is closed": pairs((_S.CLOSED,), (_E.DONE, _E.DONE_EARLIER, *_ENDS)),
     },
     never={

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "content.md").read_text()
 INPUTS, STATES = (
     [line for line in part.splitlines() if line.startswith("| ")][1:]
-    for part in PAGE.split("## What is left beside KV")
+    for part in PAGE.split("## What is left besides KV")
 )
 TABLE = INPUTS
 KEPT = set(re.findall(r"`(\w+)`", "\n".join(STATES)))

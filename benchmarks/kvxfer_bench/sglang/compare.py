@@ -94,7 +94,7 @@ def compare_sglang(
     gpus: Annotated[
         str, typer.Option(help="GPUs of the prefill and the decode servers, such as 0,1, or 0 for both.")
     ] = "0,1",
-    at_once: Annotated[list[int], typer.Option(help="Requests at once; may be repeated.")] = [1, 8, 32],  # noqa: B006
+    at_once: Annotated[list[int], typer.Option(help="Requests in parallel; may be repeated.")] = [1, 8, 32],  # noqa: B006
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt where time is measured.")] = 1024,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request generates.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that warms up.")] = 3,

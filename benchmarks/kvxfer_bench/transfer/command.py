@@ -196,11 +196,11 @@ def transfer(
     step_ms: Annotated[
         float,
         typer.Option(
-            min=0, help="Python work that each engine does in every step meanwhile, in milliseconds; 0 for no steps."
+            min=0, help="Python work that each engine does in every step during that, in milliseconds; 0 for no steps."
         ),
     ] = 0.0,
     at_once: Annotated[
-        int, typer.Option(min=1, help="Also fetch this many requests at once, each of --tokens tokens; 1 for none.")
+        int, typer.Option(min=1, help="Also fetch this many requests in parallel, each of --tokens tokens; 1 for none.")
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

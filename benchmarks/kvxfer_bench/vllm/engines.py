@@ -164,7 +164,7 @@ def compare_engines(
     ] = "0,1",
     case: Annotated[
         list[str],
-        typer.Option(help="Tokens per prompt, such as 1024, or 1024x16 for 16 prompts at once; may be repeated."),
+        typer.Option(help="Tokens per prompt, such as 1024, or 1024x16 for 16 prompts in parallel; may be repeated."),
     ] = CASES,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that warms up.")] = 7,
     pairs_alike: Annotated[

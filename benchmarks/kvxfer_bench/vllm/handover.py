@@ -125,7 +125,7 @@ def handover(
 ) -> None:
     """Count the engine steps that a load costs while other requests decode, and time its stages; and if none does.
 
-    It also measures how much of a transfer remains after the producer's last token if both engines get the request at once and the
+    It also measures how much of a transfer remains after the producer's last token if both engines get the request in parallel and the
     link takes half as long as the prefill.
     """
     from kvxfer_bench.vllm.exposed import exposure  # here: see ``measure``

@@ -100,7 +100,7 @@ def conformance(
     """Test a back end, or with --space a kind of memory, against its contract, and write a report to publish. Or test a router.
 
     With --router, requests of many kinds go through the router, and after each the answer must be the plain server's, KV must have moved,
-    and no engine may hold anything. The engines must serve nobody else meanwhile.
+    and no engine may hold anything. The engines must serve nobody else during that.
 
     Exits with 0 if every clause or case that was tested is kept. Exits with 1 if one is broken, or if the process died or hung during
     its test. Exits with 2 if the arguments are wrong, and with 3 if it cannot be tested, as when a server does not answer. With

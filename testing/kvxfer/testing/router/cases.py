@@ -109,7 +109,7 @@ def _under_one_name(t: Texts, bodies: list[HttpRequest]) -> list[HttpRequest]:
 
 
 CASES: tuple[RouterCase, ...] = (
-    RouterCase("completion", "a completion of a text", Y, lambda t: [_completion(t.words())]),
+    RouterCase("completion", "a completion of a string", Y, lambda t: [_completion(t.words())]),
     RouterCase("completion-ids", "a completion of token ids", Y, lambda t: [_completion(t.ids())]),
     RouterCase("completion-long", "a prompt that several steps compute", Y, lambda t: [_completion(t.ids(700))]),
     RouterCase("completion-streamed", "a streamed completion", Y, lambda t: [_completion(t.words(), stream=True)]),
@@ -153,7 +153,7 @@ CASES: tuple[RouterCase, ...] = (
     RouterCase("logprobs", "logprobs of what is generated", Y, lambda t: [_completion(t.words(), logprobs=3)]),
     RouterCase(
         "prompt-logprobs",
-        "`prompt_logprobs`: all of the prompt is computed",
+        "`prompt_logprobs`: the decode engine prefills all of the prompt",
         E,
         lambda t: [_completion(t.words(), prompt_logprobs=1)],
     ),
@@ -213,7 +213,7 @@ CASES: tuple[RouterCase, ...] = (
     ),
     RouterCase(
         "one-id",
-        "5 requests under one id at once",
+        "5 requests under one id in parallel",
         Y,
         lambda t: _under_one_name(t, [_completion(t.ids(100 + i)) for i in range(5)]),
         True,
@@ -226,14 +226,14 @@ CASES: tuple[RouterCase, ...] = (
     ),
     RouterCase(
         "one-id-same",
-        "one prompt 3 times under one id at once",
+        "one prompt 3 times under one id in parallel",
         Y,
         lambda t: _under_one_name(t, 3 * [_completion(t.ids())]),
         True,
     ),
     RouterCase(
         "one-id-lists",
-        "2 lists under one id at once",
+        "2 lists under one id in parallel",
         Y,
         lambda t: _under_one_name(t, [_completion(_several(3)(t)) for _ in range(2)]),
         True,
@@ -269,10 +269,7 @@ CASES: tuple[RouterCase, ...] = (
         rejected=True,
     ),
     RouterCase(
-        "hang-up-early",
-        "a client that hangs up while its prompt is computed",
-        E,
-        lambda t: [_hung_up(_completion(t.ids(700)), 0.01)],
+        "hang-up-early", "a client that hangs up during prefill", E, lambda t: [_hung_up(_completion(t.ids(700)), 0.01)]
     ),
     RouterCase(
         "hang-up-soon",
