@@ -27,12 +27,16 @@ RAW = {
     "a link": re.compile(r"\]\(\S+\)"),
     "a diagram": re.compile(r"^\s*(stateDiagram|sequenceDiagram|flowchart|graph (TD|LR))", re.M),
 }
-MEASURE = """<script>addEventListener("load", () => {
-  const room = document.documentElement.clientWidth;
-  const wide = [...document.querySelectorAll("article table")].filter(t => t.getBoundingClientRect().right > room);
-  const names = wide.map(t => t.rows[0].innerText.replace(/\\s+/g, " "));
-  document.body.setAttribute("data-wide", JSON.stringify(names));
-})</script></body>"""
+ALL = """<!doctype html><body>{frames}<script>addEventListener("load", () => {{
+  const found = {{}};
+  for (const frame of document.querySelectorAll("iframe")) {{
+    const page = frame.contentDocument, room = page.documentElement.clientWidth;
+    const wide = [...page.querySelectorAll("article table")].filter(t => t.getBoundingClientRect().right > room);
+    found[frame.getAttribute("src")] = wide.map(t => t.rows[0].innerText.replace(/\\s+/g, " "));
+  }}
+  document.body.setAttribute("data-wide", JSON.stringify(found));
+}})</script></body>"""
+"""All pages next to each other, each as wide as a window, so that one start of a browser is enough."""
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +77,6 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 @pytest.fixture
 def served(site: Path) -> Iterator[str]:
     class Handler(SimpleHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = Path(self.translate_path(self.path))
-            page = path / "index.html" if path.is_dir() else path
-            if page.suffix != ".html" or not page.is_file():
-                return super().do_GET()
-            body = page.read_text().replace("</body>", MEASURE).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
         def log_message(self, *_: object) -> None:
             """Say nothing."""
 
@@ -100,21 +92,15 @@ def test_no_table_is_wider_than_its_page(site: Path, served: str, tmp_path: Path
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no Chromium")
-    quiet = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
-    ]
-    found = {}
-    for page in pages(site):
-        if "<table" not in page.read_text() or "reference" in page.parts:
-            continue
-        where = f"{served}/{page.relative_to(site).parent}/"
-        command = [browser, *quiet, f"--user-data-dir={tmp_path}", f"--window-size={WIDTH},2000", "--dump-dom", where]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-        [wide] = re.findall(r'data-wide="(.*?)"', shown)
-        if names := json.loads(html.unescape(wide)):
-            found[page.parent.name] = names
-    assert not found
+    shown = [f"/{page.relative_to(site).parent}/" for page in pages(site) if "<table" in page.read_text()]
+    shown = [page for page in shown if not page.startswith("/reference/")]
+    frames = "".join(f'<iframe src="{page}" width="{WIDTH}" height="2000"></iframe>' for page in shown)
+    (site / "all.html").write_text(ALL.format(frames=frames))
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    quiet += ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", f"--user-data-dir={tmp_path}"]
+    command = [browser, *quiet, f"--window-size={WIDTH},2000", "--dump-dom", f"{served}/all.html"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
+    (site / "all.html").unlink()
+    [wide] = re.findall(r'<body data-wide="(.*?)"', dom)
+    found = json.loads(html.unescape(wide))
+    assert list(found) == shown and not {page: tables for page, tables in found.items() if tables}
