@@ -22,13 +22,15 @@ class KvxferError(Exception):
     Args:
         message: What happened. It is kept as one line of printable characters, because it may quote a peer.
         kind: The failure kind of a transfer that ends because of this error; by default the one of the class.
+        advice: What to do about it, if more is known than what is advised for its kind. The text ends with it.
     """
 
     default: ClassVar[FailureKind] = FailureKind.MISUSE
 
-    def __init__(self, message: object = "", *, kind: FailureKind | None = None) -> None:
-        super().__init__(escaped(str(message)))
+    def __init__(self, message: object = "", *, kind: FailureKind | None = None, advice: str = "") -> None:
+        super().__init__(escaped(f"{message}; {advice}" if advice else str(message)))
         self.kind = self.default if kind is None else kind
+        self.advice = escaped(advice)
 
 
 class ArgumentError(KvxferError, ValueError):

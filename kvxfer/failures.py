@@ -88,13 +88,17 @@ class Failure(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         with_peer = f" (peer {self.peer})" if self.peer else ""
-        return f"{self.kind}{with_peer}: {self.detail}; {self.advice}"
+        known = self.detail.endswith(self.advice)  # an error's text ends with the advice that it brings
+        return f"{self.kind}{with_peer}: {self.detail}" + ("" if known else f"; {self.advice}")
 
     @classmethod
     def of(cls, error: BaseException, kind: FailureKind = FailureKind.BACKEND_FAILED, peer: str = "") -> Failure:
-        """Make a failure of an exception: of the exception's own kind if it has one, else of ``kind``."""
+        """Make a failure of an exception: of the exception's own kind and with its own advice if it has any, else those of ``kind``."""
         own = getattr(error, "kind", None)
-        return cls(own if isinstance(own, FailureKind) else kind, str(error) or type(error).__name__, peer)
+        detail = str(error) or type(error).__name__
+        if not isinstance(own, FailureKind):
+            return cls(kind, detail, peer)
+        return cls(own, detail, peer, getattr(error, "advice", ""))
 
     def about(self, before: str, peer: str | None = None) -> Failure:
         """Return the same failure with ``before`` in front of its detail, and with this peer if one is given."""

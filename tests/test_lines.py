@@ -125,6 +125,14 @@ def test_what_is_raised_and_how_it_ended_is_one_line(text: str) -> None:
     assert (difference({}, {text: text}, "there") or "").isprintable()
 
 
+def test_an_error_s_own_advice_is_given_in_place_of_its_kind_s() -> None:
+    said = str(Failure.of(TransportError("no link", advice="set `mode: auto` there"), peer="d").about("it refused: "))
+    assert said == "backend_failed (peer d): it refused: no link; set `mode: auto` there"
+    assert str(Failure.of(TransportError("no link"))).endswith(
+        "kvxfer doctor` on both hosts, or choose another back end"
+    )
+
+
 def test_every_logger_is_one_that_escapes() -> None:
     found = {
         str(file.relative_to(ROOT)): re.findall(r"getLogger\(.*\)", file.read_text())

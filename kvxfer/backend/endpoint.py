@@ -64,8 +64,8 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         said = f"{self.backend} {self.format} ".encode() + msgspec.msgpack.encode(self)
         if len(said) + _CHECK_BYTES > self.most_bytes:
             raise TransportError(
-                f"the endpoint of back end {self.backend!r} takes {len(said)} bytes, more than {self.most_bytes}; "
-                "register fewer, longer regions"
+                f"the endpoint of back end {self.backend!r} takes {len(said)} bytes, more than {self.most_bytes}",
+                advice="register fewer, longer regions",
             )
         return said + _check(said)
 
@@ -88,7 +88,8 @@ class EndpointBase(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         if format_ != str(cls.format).encode():
             raise TransportError(
                 f"the peer's endpoint of back end {cls.backend!r} has format {format_[:32].decode('ascii', 'replace')}, this side's "
-                f"{cls.format}; install the same release of it on both"
+                f"{cls.format}",
+                advice="install the same release of it on both",
             )
         try:
             return _decoder(cls).decode(packed)
@@ -109,7 +110,8 @@ def check_encryption(theirs: EndpointBase, here: bool, there: bool) -> None:
     if here != there:
         does, does_not = ("this side", f"{theirs.agent!r}") if here else (f"{theirs.agent!r}", "this side")
         raise TransportError(
-            f"{does} encrypts and {does_not} does not; set option 'encrypt' of back end {theirs.backend!r} to the same value on both"
+            f"{does} encrypts and {does_not} does not",
+            advice=f"set option 'encrypt' of back end {theirs.backend!r} to the same value on both",
         )
 
 

@@ -146,7 +146,8 @@ def _engine(answer: m.Message) -> m.EngineDescriptor:
     engine = _known(answer, m.EngineDescriptor)
     if engine.protocol != m.PROTOCOL:
         raise PeerError(
-            f"it speaks protocol {engine.protocol}, this side {m.PROTOCOL}; update one of them",
+            f"it speaks protocol {engine.protocol}, this side {m.PROTOCOL}",
+            advice="update one of them",
             kind=FailureKind.INCOMPATIBLE,
         )
     try:

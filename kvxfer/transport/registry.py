@@ -35,7 +35,9 @@ def load(name: str) -> type[Transport]:
     if target is None:
         extras = _extras()
         if _extra(name) in extras:
-            raise ConfigError(f"back end {name!r} is not installed; in a checkout: pip install ./backends/{name}")
+            raise ConfigError(
+                f"back end {name!r} is not installed", advice=f"in a checkout: pip install ./backends/{name}"
+            )
         hint = near(name, [*available(), *extras]) or f"installed are {', '.join(available()) or 'none'}"
         raise ConfigError(f"unknown back end {name!r}; {hint}")
     module, _, attribute = target.partition(":")
@@ -57,8 +59,8 @@ def load(name: str) -> type[Transport]:
         )
     if contract not in CONTRACTS:
         raise ConfigError(
-            f"back end {name!r} was written for transport contract {contract}, this kvxfer speaks {_contracts()}; "
-            "install a release of it that matches"
+            f"back end {name!r} was written for transport contract {contract}, this kvxfer speaks {_contracts()}",
+            advice="install a release of it that matches",
         )
     if wrong := _misdeclared(cls):
         raise ConfigError(f"back end {name!r} ({target}) cannot be used: its class has {wrong}")

@@ -6,6 +6,7 @@ where a few are fine. No sentence has to be read twice, and the pages have no mo
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from tests.docs.prose import ROOT, prose, sentences
+from tests.docs.prose import ROOT, prose, sentences, template
 
 MAX_WORDS = 48
 """Of a sentence; most have 25."""
@@ -90,6 +91,9 @@ LETTERS = ("docs/states", "docs/reference/cli", "CONTRIBUTING")
 """Pages that define P, D and other letters."""
 
 
+MAX_LINE = 250
+LOGGED = ("debug", "info", "warning", "error", "critical", "exception")
+ADVISES = re.compile(r"[;.] (set|use|install|choose|give|run|raise|update|register|restart|switch) ", re.I)
 PROGRAMS = (
     ("vllm", "engine/arg_utils.py", "config", "entrypoints"),
     ("sglang", "srt/arg_groups/fields", "test/server_fixtures"),
@@ -147,6 +151,27 @@ def habits() -> Iterator[str]:
         tests = re.findall(r"\btests/[\w/]+\.py", (ROOT / page).read_text())
         if tests and not page.startswith(EVIDENCE):
             yield f"{page}: names {', '.join(tests)}, which its readers have no use for"
+
+
+def errors() -> Iterator[str]:
+    """Yield errors and log lines that nobody reads to their end, and those that advise twice: in the text, and by their kind."""
+    for folder in ("kvxfer", "backends", "connectors"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for call in ast.walk(ast.parse(file.read_text())):
+                if not isinstance(call, ast.Call):
+                    continue
+                name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+                if not name.endswith(("Error", "Failure")) and name not in LOGGED:
+                    continue
+                said = [text for part in call.args for text in template(part)]
+                more = [
+                    text for keyword in call.keywords if keyword.arg == "advice" for text in template(keyword.value)
+                ]
+                at = f"{file.relative_to(ROOT)}:{call.lineno}"
+                if len("; ".join(said + more)) >= MAX_LINE:
+                    yield f"{at}: {MAX_LINE} characters or more: {said + more}"
+                if name in ("TransportError", "PeerError", "Failure") and ADVISES.search(" ".join(said)):
+                    yield f"{at}: pass as advice=... what {said} advises, or the advice of the kind follows it"
 
 
 def arguments() -> Iterator[str]:
@@ -208,10 +233,10 @@ def pages() -> Iterator[str]:
 
 def findings() -> list[str]:
     """Return all that is to be mended, one line each."""
-    return [*words(), *habits(), *arguments(), *pages()]
+    return [*words(), *habits(), *errors(), *arguments(), *pages()]
 
 
 if __name__ == "__main__":
     found = findings()
-    print("\n".join(found))
+    print(*found, sep="\n", end="\n" if found else "")
     sys.exit(bool(found))

@@ -98,6 +98,17 @@ def _strings(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
     return
 
 
+def template(node: ast.AST) -> Iterator[str]:
+    """Yield a string of the code as pages write it: what is put in at run time is `…`."""
+    match node:
+        case ast.JoinedStr():
+            yield "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
+        case ast.Constant(value=str() as text):
+            yield re.sub(r"%[-.\w]*[dgfrs]|\{!?[rs]?\}", "…", text)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            yield from (a + b for a in template(left) for b in template(right))
+
+
 def of_module(file: Path) -> list[Text]:
     """Return the docstrings, comments and other sentences of a module."""
     place, source = str(file.relative_to(ROOT)), file.read_text()

@@ -115,8 +115,8 @@ class CmaTransport(Base[Endpoint, Link]):
                 raise TransportError(refused)
         if not peer.shares:
             raise TransportError(
-                f"{peer.agent} runs with `mode: vm`, and this side cannot, or is set not to, copy from its "
-                "memory directly; set `mode: auto` there"
+                f"{peer.agent} runs with `mode: vm`, and this side cannot, or is set not to, copy from its memory directly",
+                advice="set `mode: auto` there",
             )
         return Asker(liveness)
 

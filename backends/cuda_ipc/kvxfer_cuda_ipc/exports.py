@@ -52,9 +52,9 @@ def _share(context: Context, base: int, region: Region) -> bytes:
         return context.share(base)
     except CudaError as e:
         raise TransportError(
-            f"{region} cannot be shared with another process ({e.name}): it does not come from cudaMalloc. Switch off "
-            "expandable segments (PYTORCH_CUDA_ALLOC_CONF), sleep mode or the memory pool that it comes from, or "
-            "choose another back end"
+            f"{region} cannot be shared with another process ({e.name}): it does not come from cudaMalloc",
+            advice="switch off expandable segments (PYTORCH_CUDA_ALLOC_CONF), sleep mode or the memory pool that it comes from, or "
+            "choose another back end",
         ) from e
 
 
@@ -76,8 +76,8 @@ class Opened:
         context = self._contexts(ordinal)
         if context.reaches(memory.gpu) is False:
             raise TransportError(
-                f"GPU {ordinal} has no peer access to the GPU of {peer.agent} (no NVLink, and PCIe does not allow it); "
-                "choose another back end"
+                f"GPU {ordinal} has no peer access to the GPU of {peer.agent} (no NVLink, and PCIe does not allow it)",
+                advice="choose another back end",
             )
         bases: list[int] = []
         try:

@@ -141,12 +141,13 @@ class NcclTransport(Base[Endpoint, Link]):
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
         if mine.device == theirs.device:
             raise TransportError(
-                f"{theirs} uses the same GPU ({mine.device}), and NCCL refuses two ranks on one; use back end 'cuda_ipc'"
+                f"{theirs} uses the same GPU ({mine.device}), and NCCL refuses two ranks on one",
+                advice="use back end 'cuda_ipc'",
             )
         if mine.release != theirs.release:
             raise TransportError(
-                f"{theirs} has NCCL {theirs.release}, this side {mine.release}: they do not understand each other; "
-                "install the same release on both"
+                f"{theirs} has NCCL {theirs.release}, this side {mine.release}: they do not understand each other",
+                advice="install the same release on both",
             )
         assert self._device is not None  # known since the endpoint was made
         link = Link(

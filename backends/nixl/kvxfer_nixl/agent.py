@@ -137,7 +137,8 @@ class LibraryAgent:
             raise TransportError("it has sent the metadata of this side itself")
         if not claimed and name_in(self.metadata()) == self._name:
             raise TransportError(
-                "it has sent what are no metadata of a NIXL agent; install the same release of NIXL on both sides"
+                "it has sent what are no metadata of a NIXL agent",
+                advice="install the same release of NIXL on both sides",
             )
         # A release that writes them in another way keeps the names that agents choose.
         name, known = renamed(metadata) if claimed else ("", metadata)
@@ -224,7 +225,8 @@ class LibraryAgent:
         if not self._drop():
             raise TransportError(
                 f"NIXL cannot be closed: its progress thread did not come to rest within {REST_S:g} s. Most likely a peer of this host "
-                "has stopped or died. Restart this process: until then its memory stays out of use, and that thread keeps a core busy"
+                "has stopped or died",
+                advice="restart this process: until then its memory stays out of use, and that thread keeps a core busy",
             )
 
     def _drop(self) -> bool:

@@ -197,8 +197,8 @@ class NixlTransport(Base[Endpoint, Link]):
             if Verb.READ in self._capabilities.verbs and not self._reach.includes(agent is host):
                 raise TransportError(
                     f"UCX has nothing but TCP to reach peer {theirs.agent!r}, and over TCP a reader that dies can end the process that "
-                    'it reads from. Set "verbs": ["write"] in the options of back end \'nixl\' on both sides, '
-                    "or use another back end"
+                    "it reads from",
+                    advice='set "verbs": ["write"] in the options of back end \'nixl\' on both sides, or use another back end',
                 )
             return self._peers[id(agent)].connect(metadata, liveness is not None)
 

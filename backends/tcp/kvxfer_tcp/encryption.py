@@ -47,7 +47,8 @@ class Keys:
             from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
         except ImportError as e:
             raise ConfigError(
-                f"option 'encrypt' of back end 'tcp' needs cryptography ({e}); in a checkout: pip install './backends/tcp[encrypt]'"
+                f"option 'encrypt' of back end 'tcp' needs cryptography ({e})",
+                advice="in a checkout: pip install './backends/tcp[encrypt]'",
             ) from None
         self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()

@@ -86,8 +86,8 @@ class ZmqTransport(Base[Endpoint, Link]):
         check_encryption(theirs, here=bool(mine.key), there=bool(theirs.key))
         if not theirs.hosts and self._options.protocol != "ipc":
             raise TransportError(
-                f"{theirs.agent!r} is reached over ipc, and this side uses tcp; set option 'protocol' of back end 'zmq' to the "
-                "same value on both"
+                f"{theirs.agent!r} is reached over ipc, and this side uses tcp",
+                advice="set option 'protocol' of back end 'zmq' to the same value on both",
             )
         try:
             connection = Connection(self._context, self._options, self._keys, mine, theirs, self.wakeup, number)

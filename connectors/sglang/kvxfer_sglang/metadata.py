@@ -22,8 +22,8 @@ def set_row(args: Any, index: int, row: bytes) -> None:
     """
     if len(row) != sum(args.aux_item_lens):
         raise PeerError(
-            f"the prefill server has {len(row)} bytes of metadata for a request and this one {sum(args.aux_item_lens)}: give "
-            "both the same speculation, sampling masks and --disaggregation-enable-kv-checksum"
+            f"the prefill server has {len(row)} bytes of metadata for a request and this one {sum(args.aux_item_lens)}",
+            advice="give both the same speculation, sampling masks and --disaggregation-enable-kv-checksum",
         )
     done = 0
     for start, size in zip(args.aux_data_ptrs, args.aux_item_lens, strict=True):
