@@ -125,7 +125,7 @@ class Loads:
         if load is None:
             if external:
                 raise ScheduleError(
-                    f"request {request} counts on {external} tokens, and does not load: call 'load' first"
+                    f"request {request} expects {external} tokens, and does not load: call 'load' first"
                 )
             return
         try:

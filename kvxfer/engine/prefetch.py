@@ -147,7 +147,7 @@ class Prefetches:
         """
         request, computed = load.request, load.computed
         if external > load.promised:
-            raise ScheduleError(f"request {request} counts on {external} tokens where {load.promised} are here")
+            raise ScheduleError(f"request {request} expects {external} tokens where {load.promised} are here")
         if not external:
             self._schedule.on(load, _E.NOT_NEEDED, "the consumer does not need it")
             return
@@ -155,7 +155,7 @@ class Prefetches:
         self._schedule.fills(table, computed, end)
         first = [self._span(group, load.start, load.end)[0] for group in self._groups]
         if any(self._span(group, computed, end)[0] < here for group, here in zip(self._groups, first, strict=True)):
-            raise ScheduleError(f"request {request} counts on {external} tokens, and a window needs more than is here")
+            raise ScheduleError(f"request {request} expects {external} tokens, and a window needs more than is here")
         # Others may share those in front.
         lacking = table.only(self._span(group, computed, load.end) for group in self._groups)
         unused = self._schedule.unused(request, lacking)

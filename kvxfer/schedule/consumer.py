@@ -180,7 +180,7 @@ class FetchSchedule:
         """
         load, promised = self.of(request), self.matched(request, computed)
         if load is None or promised is None or external > promised or (external < promised and not self._partly):
-            raise ScheduleError(f"request {request} counts on {external} tokens where {promised} can be had")
+            raise ScheduleError(f"request {request} expects {external} tokens where {promised} can be had")
         end = computed + external
         blocks = self.fills(table, computed, end)
         unused = self.unused(request, blocks)

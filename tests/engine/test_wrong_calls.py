@@ -135,10 +135,10 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "count on nothing": (lambda s: allocated(s, external=None), "external must be an integer, not None"),
     "count on a text": (lambda s: allocated(s, external="4"), "external must be an integer"),
     "count on less than nothing": (lambda s: allocated(s, external=-4), "external must be at least 0"),
-    "count on too much": (lambda s: allocated(s, external=5), "counts on 5 tokens where 4 can be had"),
+    "count on too much": (lambda s: allocated(s, external=5), "expects 5 tokens where 4 can be had"),
     "count on what is not loaded": (
         lambda s: s.allocated("x", TABLE, 4),
-        "request x counts on 4 tokens, and does not load",
+        "request x expects 4 tokens, and does not load",
     ),
     "load into too few blocks": (lambda s: allocated(s, BlockTable.of([[1]])), "no blocks for tokens 0 to 4"),
     "load into two groups": (

@@ -81,13 +81,13 @@ class TestWant:
 
     def test_part_of_a_state_is_refused(self) -> None:
         intake = expecting([Group(1024, "state")], 40)
-        with pytest.raises(ScheduleError, match="counts on 16 tokens where 40"):
+        with pytest.raises(ScheduleError, match="expects 16 tokens where 40"):
             intake.allocated("r", table([5]), 0, 16)
 
     @pytest.mark.parametrize("request_id", ["r", "unknown"])
     def test_more_than_promised_is_refused(self, request_id: str) -> None:
         intake = expecting(FULL, 40)
-        with pytest.raises(ScheduleError, match="counts on 41 tokens"):
+        with pytest.raises(ScheduleError, match="expects 41 tokens"):
             intake.allocated(request_id, table([5, 6, 7]), 0, 41)
 
 
@@ -164,7 +164,7 @@ class TestSiblings:
     def test_loading_twice_is_refused(self) -> None:
         intake = expecting(FULL, 40, "r", "s")
         intake.allocated("r", table([5, 6, 7]), 0, 40)
-        with pytest.raises(ScheduleError, match="counts on 40 tokens where None"):
+        with pytest.raises(ScheduleError, match="expects 40 tokens where None"):
             intake.allocated("s", table([8, 9, 10]), 0, 40)
 
     def test_the_loader_is_aborted(self) -> None:
