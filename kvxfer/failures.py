@@ -41,7 +41,7 @@ class FailureKind(enum.StrEnum):
 ADVICE: Mapping[FailureKind, str] = MappingProxyType(
     {
         FailureKind.NEVER_OFFERED: "check that the producer's engine ran this request, and as far as was wanted",
-        FailureKind.WITHDRAWN: "look in the log of the engine that gave the request up for why, or raise the producer's 'lease'",
+        FailureKind.WITHDRAWN: "look in the log of the engine that gave the request up, or raise the producer's 'lease'",
         FailureKind.UNFETCHED: "check that the router sends the request to an engine that loads, or raise 'lease' if it queues there for "
         "long",
         FailureKind.REVOKED: "the producer preempts requests: give it more memory, or fewer requests at a time",
@@ -56,7 +56,7 @@ ADVICE: Mapping[FailureKind, str] = MappingProxyType(
         FailureKind.CORRUPT: "check the network and memory of both hosts, or use another back end",
         FailureKind.REFUSED: "check 'peers' and 'key_file' on both engines",
         FailureKind.OVERLOADED: "give this producer fewer requests at a time, or add producers",
-        FailureKind.CANCELLED: "nothing needs to be done: an engine or a client changed its mind",
+        FailureKind.CANCELLED: "no action is needed: an engine or a client ended the request, or an agent was closed",
         FailureKind.BACKEND_FAILED: "run `kvxfer doctor` on both hosts, or choose another back end",
         FailureKind.MISUSE: "report it to those who maintain the connector or the peer: it broke the protocol",
     }
