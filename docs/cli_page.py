@@ -75,5 +75,10 @@ def page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+WRITES = {PAGE: lambda _: page()}
+"""What this program writes: the pages, and how."""
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for file, write in WRITES.items():
+        file.write_text(write(file.read_text()))

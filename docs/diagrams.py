@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,10 @@ def drawn(page: str, tables: dict[str, Table] = TABLES) -> str:
     return page
 
 
+WRITES = {PAGE: drawn, ROOM: partial(drawn, tables=ROOM_TABLES)}
+"""What this program writes: the pages, and how."""
+
+
 if __name__ == "__main__":
-    PAGE.write_text(drawn(PAGE.read_text()))
-    ROOM.write_text(drawn(ROOM.read_text(), ROOM_TABLES))
+    for file, write in WRITES.items():
+        file.write_text(write(file.read_text()))

@@ -28,5 +28,10 @@ def drawn(page: str) -> str:
     return MARKS.sub(lambda found: f"{found[1]}\n{rows(found[2])}\n\n{found[3]}", page)
 
 
+WRITES = {PAGE: drawn}
+"""What this program writes: the pages, and how."""
+
+
 if __name__ == "__main__":
-    PAGE.write_text(drawn(PAGE.read_text()))
+    for file, write in WRITES.items():
+        file.write_text(write(file.read_text()))

@@ -30,5 +30,10 @@ def drawn(page: str) -> str:
     return MARKS.sub(lambda marks: f"{marks[1]}\n{table()}\n\n{marks[2]}", page)
 
 
+WRITES = {PAGE: drawn}
+"""What this program writes: the pages, and how."""
+
+
 if __name__ == "__main__":
-    PAGE.write_text(drawn(PAGE.read_text()))
+    for file, write in WRITES.items():
+        file.write_text(write(file.read_text()))

@@ -35,6 +35,10 @@ def page(text: str) -> str:
     return MARK.sub(lambda found: f"{found[1]}```python\n{snippet(found[2])}\n```", text)
 
 
+WRITES = dict.fromkeys(DOCS.rglob("*.md"), page)
+"""What this program writes: the pages, and how."""
+
+
 if __name__ == "__main__":
-    for file in DOCS.rglob("*.md"):
-        file.write_text(page(file.read_text()))
+    for file, write in WRITES.items():
+        file.write_text(write(file.read_text()))

@@ -148,11 +148,22 @@ def table(name: str) -> str:
     return {"versions": versions, "tested": tested}[kind]() if not of else runs(of)
 
 
+def names() -> set[str]:
+    """Return the names of all tables, each of which some page has."""
+    backends = (file.parent.name for file in ROOT.glob("backends/*/pyproject.toml"))
+    ran = {f"runs {value}" for row in RUNS for value in (row["area"], row.get("page")) if value}
+    return {"settings kvxfer", "settings vllm", "versions", "tested", *(f"options {name}" for name in backends), *ran}
+
+
 def drawn(page: str) -> str:
     """Return a page with its tables as the code says."""
     return MARKS.sub(lambda found: f"{found[1]}\n{table(found[2])}\n\n{found[3]}", page)
 
 
+WRITES = dict.fromkeys(DOCS.rglob("*.md"), drawn)
+"""What this program writes: the pages, and how."""
+
+
 if __name__ == "__main__":
-    for file in DOCS.rglob("*.md"):
-        file.write_text(drawn(file.read_text()))
+    for file, write in WRITES.items():
+        file.write_text(write(file.read_text()))

@@ -213,11 +213,14 @@ def script(name: str) -> ModuleType:
 
 
 def pages() -> Iterator[str]:
-    """Yield pages with tables that are not what the code and the data say, and say if all of them have too many words."""
+    """Yield pages that are not what the code and the data say, and say if all of them have too many words."""
+    for program in ("cli_page", "diagrams", "errors_page", "router_table", "snippets", "tables"):
+        for page, write in script(program).WRITES.items():
+            if page.read_text() != write(page.read_text()):
+                yield f"{page.relative_to(ROOT)}: run python docs/{program}.py"
     tables = script("tables")
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        if page.read_text() != tables.drawn(page.read_text()):
-            yield f"{page.relative_to(ROOT)}: run python docs/tables.py"
+    marked = {name for page in tables.WRITES for _, name, _ in tables.MARKS.findall(page.read_text())}
+    yield from (f"no page has the table {name!r} of docs/tables.py" for name in tables.names() - marked)
     for row in tables.RUNS:
         yield from (
             f"docs/runs.toml: {row['part']}: there is no {path}"

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_command_line_page_is_what_the_commands_say() -> None:
-    pytest.importorskip("kvxfer_vllm.demo.command")
-    script = _script("cli_page")
-    assert script.PAGE.read_text() == script.page(), "run python docs/cli_page.py"
 
 
 def test_the_map_of_the_tree_is_the_tree() -> None:
@@ -52,13 +36,6 @@ def test_what_a_page_names_in_the_code_is_there(page: str) -> None:
         for name in named
         if not set(name.split(".")) - {"py", "md"} <= identifiers and not name.endswith((".yml", ".toml"))
     }
-
-
-@pytest.mark.parametrize("page", ["writing-a-backend.md", "write-a-memory-space.md"])
-def test_a_snippet_is_what_its_file_says(page: str) -> None:
-    text = (DOCS / page).read_text()
-    assert text.count("<!-- snippet: ") > 1 and '--8<-- "' not in text
-    assert text == _script("snippets").page(text), "run python docs/snippets.py"
 
 
 def test_the_design_names_each_thread() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -37,17 +36,6 @@ def _texts() -> str:
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_what_is_quoted_is_what_the_code_says(quoted: str) -> None:
     assert quoted in _texts()
-
-
-def test_the_rows_are_those_of_the_data_and_each_stands_alone() -> None:
-    spec = importlib.util.spec_from_file_location("errors_page", ROOT / "docs" / "errors_page.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.drawn(PAGE) == PAGE, "rows are in docs/errors.toml; run python docs/errors_page.py"
-    assert len(QUOTED) == sum(len(error["texts"]) for error in script.ERRORS)
-    dittos = re.findall(r"^\| .*\| ((?:the same|as above|as below|as it says|likewise)[^|]*?)(?= \|)", PAGE, re.M)
-    assert set(dittos) <= {"the same back end with different verbs (`verbs` of nixl)"}
 
 
 def test_each_kind_of_failure_has_its_section() -> None:

@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,14 +184,3 @@ def test_names_of_cases_are_unique_and_no_two_prompts_are_alike() -> None:
     texts = Texts()
     bodies = [json.dumps(request.body) for case in CASES if case.moves is Moves.YES for request in case.make(texts)[:1]]
     assert len(set(bodies)) == len(bodies)
-
-
-def test_the_page_has_the_table() -> None:
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    at = Path(__file__).parents[2] / "docs" / "router_table.py"
-    spec = spec_from_file_location("router_table", at)
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(page := module_from_spec(spec))
-    text = page.PAGE.read_text()
-    assert text == page.drawn(text), "run python docs/router_table.py"
