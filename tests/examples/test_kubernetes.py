@@ -88,7 +88,7 @@ def test_over_rdma_the_network_is_trusted_and_pods_have_what_rdma_needs() -> Non
 
 
 def test_the_sidecar_has_arguments_that_it_takes() -> None:
-    """Those of llm-d-router 0.10, whose former `--connector` ends the sidecar's start (read in its sources, August 2026)."""
+    """Those of llm-d-router 0.10, whose former `--connector` ends the sidecar's start (read in its sources, November 2026)."""
     taken = {
         "--port",
         "--model-server-port",
