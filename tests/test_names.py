@@ -38,7 +38,6 @@ LEFT: dict[str, str] = {
     "compare": "a demo of prompts, and a benchmark of settings; no module meets both",
     "Broken": "what ends one direction of a link, and in a suite a fence of a device that has failed; no module meets both",
     "told_address": "what doctor prints of the settings, and what the settings make of a name; each is called in its place",
-    "Beside": "a benchmark of loads beside decodes, and what a request leaves beside KV; no module meets both",
     "Server": "the vLLM server that the demo starts, and inside two back ends who answers reads; no module meets both",
 }
 """Names that are defined more than once all the same, and why. The list is exact: whoever renames one takes it out."""

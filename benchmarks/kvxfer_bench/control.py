@@ -13,7 +13,6 @@ import json
 import multiprocessing as mp
 import statistics
 import tempfile
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from kvxfer.protocol.values import Ended, Released
 from kvxfer.security import Security, make_key
 from kvxfer.values import BlockTable, Fetch, Offer
 from kvxfer_bench import steps
+from kvxfer_bench.cpu import ENGINE, spent
 
 UNDER_WAY = 200
 TOGETHER = 25
@@ -101,13 +101,9 @@ def engine(config: Config) -> tuple[Agent, Directory]:
 
 
 def thread_seconds() -> Counter[str]:
-    """Return the CPU seconds that the threads of this process have used so far, by purpose."""
-    spent: Counter[str] = Counter()
-    for thread in threading.enumerate():
-        name = thread.name.removeprefix("kvxfer-")
-        clock = time.pthread_getcpuclockid(thread.ident or 0)
-        spent[name if name in ("control", "data") else "engine"] += time.clock_gettime(clock)  # type: ignore[assignment]
-    return spent
+    """Return the CPU seconds of this process, by thread: ``control``, ``data`` and all others together."""
+    cpu = spent().cpu
+    return Counter({ENGINE: cpu.total() - cpu["control"] - cpu["data"], "control": cpu["control"], "data": cpu["data"]})
 
 
 def produce(pipe: Connection, config: Config) -> None:

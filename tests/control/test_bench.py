@@ -1,16 +1,21 @@
-"""``kvxfer bench transfer`` between two processes."""
+"""``kvxfer bench transfer`` and ``kvxfer bench load`` between two processes."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from kvxfer.cli.terminal import silent
 from kvxfer.errors import KvxferError
 from kvxfer.testing.remote import Remote
+from kvxfer_bench.load.command import in_turns
+from kvxfer_bench.load.phases import ALONE, CALM, LOADS, STAGES, OpenLoop, load_rows
+from kvxfer_bench.load.played import PlayedWork, played
 from kvxfer_bench.transfer.command import measure
 from kvxfer_bench.transfer.engine import Meeting
 from kvxfer_bench.transfer.pair import pair
@@ -83,3 +88,31 @@ def test_what_libraries_print_is_no_part_of_the_result(capfd: pytest.CaptureFixt
         remote.close()
     out, err = capfd.readouterr()
     assert out == "" and "a library's complaint" in err
+
+
+def test_what_loads_cost_busy_engines_is_one_table() -> None:
+    """Of a small run, no time is known; but each load and cached prompt is counted, and each thread that had a part in it is named."""
+    arrivals = OpenLoop(0.5, 20.0, (64, 256), 0)
+    with played({"backend": "cma"}, PlayedWork(0.5, 1), PlayedWork(0.5, 1), 8) as measure:
+        rounds = in_turns({"cma": measure}, arrivals, 1, silent)["cma"]
+    (phases,) = rounds
+    assert phases[CALM].loads == len(phases[CALM].cached) == len(phases[ALONE].cached) == 0
+    assert all(phase.loads == len(phase.traces) > 0 for name, phase in phases.items() if name != CALM)
+    assert (
+        phases[LOADS].cached
+        and phases[LOADS].decode.tokens
+        and phases[CALM].prefill.tokens
+        and not phases[ALONE].prefill.tokens
+    )
+    rows = {row.what: row for row in load_rows(rounds)}
+    counts = sum(rows[f"first token, loaded, {n} tokens, median"].of for n in (64, 256) if n in phases[LOADS].loaded)
+    assert counts == phases[LOADS].loads and rows["first token, cached, p99"].of == len(phases[LOADS].cached)
+    threads = {
+        side: {what.rsplit(", ")[-1] for what in rows if f"CPU a load, {side}" in what}
+        for side in ("prefill", "decode")
+    }
+    assert {"control", "data", "channel", "dir", "engine"} <= threads["prefill"] & threads["decode"]
+    for phase in (ALONE, LOADS):
+        assert [f"{before} to {stage}, {phase}" in rows for before, stage in pairwise(STAGES)] == [True] * (
+            len(STAGES) - 1
+        )

@@ -25,10 +25,11 @@ import typer
 
 from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.errors import ConfigError
+from kvxfer_bench.compared import parsed
 from kvxfer_bench.verdict import compare
-from kvxfer_bench.vllm.beside import LOADS, Beside, idle_cost
+from kvxfer_bench.vllm.idle import idle_cost
 from kvxfer_bench.vllm.kinds import FirstTokens, PromptCase, Prompts
-from kvxfer_bench.vllm.pairs import STOCK, ServerPair, Starter, parsed
+from kvxfer_bench.vllm.pairs import STOCK, ServerPair, Starter
 from kvxfer_bench.vllm.streams import busy
 from kvxfer_vllm.demo.model import SHAPES, Shape, write_shape
 from kvxfer_vllm.demo.routing import complete
@@ -104,18 +105,6 @@ class Rounds:
                     row = {"compared": name, "with": self._first, **case, "kind": kind}
                     self._tell({**row, "slower_ms": round(found.median, 2), **sure, "verdict": found.words})
 
-    def beside(self, case: PromptCase, others: int) -> None:
-        """Tell what loads cost a prefill and ``others`` decodes beside them."""
-        timed = {name: Beside(pair, self._prompts, case) for name, pair in self._pairs.items()}
-
-        def one_round(name: str, pair: ServerPair) -> None:
-            with busy(pair.decode, others, OTHERS_TOKENS) as decoding:
-                timed[name].round(decoding)
-                decoding.check()
-
-        self._measure(f"loads of {case} during other requests", one_round)
-        self._each(lambda name, pair: self._tell({"backend": name, "others": others, **timed[name].found()}))
-
     def idle(self) -> None:
         """Tell what an idle connector costs a decode step, of those beside a server without a connector."""
 
@@ -172,9 +161,6 @@ def compare_engines(
         typer.Option("--pairs-alike", help="Also measure a second pair like the first one, to see what chance does."),
     ] = False,
     others: Annotated[int, typer.Option(min=0, help="Requests that decode on the decode server all the time.")] = 0,
-    beside: Annotated[
-        int, typer.Option(min=0, help="Also measure how loads of this many tokens slow down other requests; 0 for not.")
-    ] = 0,
     plain: Annotated[
         bool, typer.Option(help="Also measure a server without a connector, on the decode servers' GPU.")
     ] = False,
@@ -198,15 +184,16 @@ def compare_engines(
     shape, cases = SHAPES[model], [PromptCase.parse(text) for text in case]
     for compared in backends:
         parsed(compared)
-    under = PromptCase.parse(str(beside)) if beside else None
     on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]
     with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-engines-") as folder, ended_together() as begun:
         where, logs = Path(folder) / "model", keep_logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         write_shape(where, shape)
-        decoding = max(others, OTHERS if under or plain else 0)
-        room = max(cache_tokens, _room(cases, under, decoding))
-        starter = Starter(where, logs, on, [*_flags(shape, cases, room, decoding, bool(on)), *flags.split()], begun)
+        decoding = max(others, OTHERS if plain else 0)
+        held = max(cache_tokens, room(cases, decoding))
+        starter = Starter(
+            where, logs, on, [*server_flags(shape, cases, held, decoding, bool(on)), *flags.split()], begun
+        )
         without = starter.plain() if plain else None
         pairs: dict[str, ServerPair] = {}
         for name in [*backends, *backends[:1]] if pairs_alike else backends:
@@ -220,28 +207,23 @@ def compare_engines(
 
         turns = Rounds(pairs, Prompts(shape.vocab), rounds, tell, progress())
         turns.ready()
-        turns.scatter(room)
+        turns.scatter(held)
         for one in cases:
             turns.first_tokens(one, others)
-        if under is not None:
-            turns.beside(under, decoding)
         turns.idle()
     raise typer.Exit(int(turns.failed))
 
 
-def _room(cases: Sequence[PromptCase], under: PromptCase | None, others: int) -> int:
+def room(cases: Sequence[PromptCase], others: int) -> int:
     """Return how many tokens a server's cache must hold: those of the largest case, and what is released a moment later."""
-    most = max(case.tokens * case.at_once for case in cases)
-    if under is not None:
-        most = max(most, under.tokens * (LOADS + 1))
-    return most * 5 // 4 + 4096 + others * OTHERS_TOKENS
+    return max(case.tokens * case.at_once for case in cases) * 5 // 4 + 4096 + others * OTHERS_TOKENS
 
 
-def _flags(shape: Shape, cases: Sequence[PromptCase], room: int, decoding: int, gpu: bool) -> list[str]:
-    """Return what sets these servers apart from the demo's: weights that are made up, and a cache for the tokens of these cases."""
+def server_flags(shape: Shape, cases: Sequence[PromptCase], held: int, others: int, gpu: bool) -> list[str]:
+    """Return what sets these servers apart from the demo's: weights that are made up, and a cache of ``held`` tokens for these cases."""
     longest, most = max(case.tokens for case in cases), max(case.at_once for case in cases)
-    flags = ["--load-format", "dummy", "--dtype", shape.dtype, "--max-num-seqs", str(max(16, most) + decoding)]
-    flags += ["--kv-cache-memory-bytes", str(room * shape.token_bytes)]
+    flags = ["--load-format", "dummy", "--dtype", shape.dtype, "--max-num-seqs", str(max(16, most) + others)]
+    flags += ["--kv-cache-memory-bytes", str(held * shape.token_bytes)]
     flags += ["--max-model-len", str(min(shape.max_len, max(longest, OTHERS_TOKENS) + 256))]
     if gpu:
         flags += ["--no-enforce-eager", "--block-size", "16", "--max-num-batched-tokens", "8192"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvxfer.errors import ConfigError
+from kvxfer_bench.compared import parsed
 from kvxfer_vllm.demo.servers import Server, connector, free_port
 
 STOCK = ("NixlConnector", "NixlPushConnector")
@@ -77,22 +76,6 @@ class Starter:
         server = Server(name, self._model, self._logs, transfer, self._flags, {**env, **on})
         self._begun.append(server)
         return server
-
-
-def parsed(compared: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the settings of ``NAME`` or ``NAME:{"setting": value}``.
-
-    Raises:
-        ConfigError: The settings are no JSON object.
-    """
-    name, colon, given = compared.partition(":")
-    try:
-        settings = json.loads(given) if colon else {}
-    except ValueError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"after {name!r} and a colon, settings must be a JSON object, not {given!r}")
-    return name, settings
 
 
 def asked(port: int) -> AtOnce:

@@ -1,0 +1,1 @@
+"""What transfers cost engines that are busy (``kvxfer bench load``)."""
