@@ -26,13 +26,13 @@ class Layer(NamedTuple):
 
     paths: str
     keep: int = 8
-    beside: int = 1  # 2 where tests wait for other processes more than they compute
+    beside: float = 1  # more where tests wait for other processes and for time more than they compute
     needs: str = ""  # the mark of its tests if they need GPUs; such a layer runs only if it is named
 
     def command(self, every: bool) -> list[str]:
         """Return what runs it, up to further options of pytest."""
         # What one class tests takes minutes on a GPU, so a class is spread; a module whose tests share servers is a group.
-        count, dist = str(self.beside * WORKERS), "loadgroup" if self.needs else "loadscope"
+        count, dist = str(round(self.beside * WORKERS)), "loadgroup" if self.needs else "loadscope"
         workers = ["-n", count, "--dist", dist] if self.beside else []
         if self.needs:
             chosen = ["-m", f"{self.needs} and (slow or not slow)" if every else self.needs]
@@ -43,10 +43,12 @@ class Layer(NamedTuple):
 
 ROOT_FILES = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py")))
 LAYERS = {
-    "core": Layer("tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine"),
-    "house": Layer(f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples", keep=4),
+    "core": Layer(
+        "tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine", beside=1.5
+    ),
+    "house": Layer(f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples", keep=4, beside=2),
     "control": Layer("tests/control", keep=4, beside=2),
-    "backends": Layer("tests/backend tests/backends --ignore tests/backends/test_ucx.py", keep=12),
+    "backends": Layer("tests/backend tests/backends --ignore tests/backends/test_ucx.py", keep=12, beside=1.5),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
     "ucx": Layer("tests/backends/test_ucx.py", keep=12),
     "vllm": Layer("tests/vllm", keep=4),
