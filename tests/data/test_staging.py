@@ -153,6 +153,16 @@ def test_what_a_peer_already_has_a_slot_for_always_finds_one():
     assert None in expected
 
 
+@pytest.mark.parametrize("roles", [("producer", "consumer"), ("consumer", "producer")], ids=str)
+def test_the_last_slot_is_for_a_link_that_has_none(roles):
+    memory = np.zeros(SLOTS * 4096, np.uint8)
+    staging = Staging((Region(memory.ctypes.data, memory.nbytes),), memory.nbytes, "cpu")
+    for role in roles:
+        while staging.take(b"link", role) is not None:
+            pass
+    assert staging.take(b"newcomer", roles[1]) is not None
+
+
 def test_a_slot_that_is_being_packed_is_nobody_elses_after_a_reset(device):
     memory = np.zeros((1, 8, 4, 1024), np.uint8)
     cache = Cache.of_tensors(memory, "layer block token unit")
