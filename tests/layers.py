@@ -48,7 +48,7 @@ LAYERS = {
     ),
     "house": Layer(f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples", keep=4, beside=2),
     "control": Layer("tests/control", keep=4, beside=2),
-    "backends": Layer("tests/backend tests/backends --ignore tests/backends/test_ucx.py", keep=12, beside=1.5),
+    "backends": Layer("tests/backend tests/backends --ignore tests/backends/test_ucx.py", keep=12, beside=2),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
     "ucx": Layer("tests/backends/test_ucx.py", keep=12),
     "vllm": Layer("tests/vllm", keep=4),

@@ -70,6 +70,7 @@ def test_a_key_on_one_side_only(scene: Scene, tmp_path: Path) -> None:
     assert code == 1 and "the peer has a key, and this engine has none" in text
 
 
+@pytest.mark.keep(1)
 @pytest.mark.parametrize("keys", [False, True])
 def test_a_prefill_engine_whose_peers_lack_this_host(scene: Scene, tmp_path: Path, keys: bool) -> None:
     make_key(tmp_path / "key.pem")
@@ -172,6 +173,7 @@ def test_few_descriptors_at_the_directory(scene: Scene) -> None:
         assert "this process has few descriptors left (ulimit -n)" in p.log
 
 
+@pytest.mark.keep(1)
 @pytest.mark.parametrize("where", ["directory", "worker", "midway"])
 def test_a_firewall_that_drops_what_the_prefill_host_answers(where: str, tmp_path: Path) -> None:
     require("networks")
