@@ -8,7 +8,7 @@ from itertools import permutations, product
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import ArgumentError
@@ -260,6 +260,7 @@ views = st.builds(
 
 @settings(max_examples=600, deadline=None)
 @given(st.lists(views, min_size=1, max_size=2), st.integers(1, 3), st.booleans())
+@example([([8], 2, 10, 4, 1, 1, None), ([20], 2, 10, 1, 1, 1, None)], 1, True)  # beyond the stride into the next block
 def test_shared_bytes_are_found_exactly(drawn: list, block_tokens: int, one_stride: bool) -> None:  # type: ignore[type-arg]
     """Against a set of all bytes. Oddities that no engine has may be refused without sharing any."""
     made, seen, shared = [], set(), False
