@@ -75,3 +75,22 @@ def test_parts_that_wait_for_their_turn_end_with_the_link(receiver: Receiver) ->
     before = EndsLater.polls
     time.sleep(1.0)
     assert EndsLater.polls - before < 8, "nothing is left to be waited for"
+
+
+class EndsNever(FakeTransport):
+    """The batches of a link that is closed do not end."""
+
+    def drop_link(self, number: int, link: LinkEnd) -> None:
+        pass
+
+
+def test_a_part_that_its_back_end_does_not_end_ends_in_bounded_time_after_its_link() -> None:
+    hangs = Alone(lambda options: EndsNever("receiver", options), grace=0.2, verbs=["send", "recv"])
+    try:
+        hangs.connect(LINK, 1)
+        hangs.move(LINK, 1, Verb.RECV)
+        hangs.data.post(Disconnect(LINK))
+        (end,) = hangs.wait(Moved)
+        assert end.failure is not None
+    finally:
+        hangs.close()
