@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvxfer.failures import Failure, FailureKind, Outcome
     from kvxfer.geometry import Cache
     from kvxfer.identity import Generation, Handle, Source, TransferId, digest
-    from kvxfer.protocol.values import Ended, Event, GenerationReleased, Progress, Released
+    from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released
     from kvxfer.ticket import Ticket
     from kvxfer.values import BlockTable, Fetch, Group, Offer, Rank
 
@@ -45,7 +45,6 @@ __all__ = [
     "Offer",
     "Outcome",
     "PeerError",
-    "Progress",
     "Rank",
     "Released",
     "Source",
@@ -67,7 +66,7 @@ _HOMES = {
     "kvxfer.facts": ("sealed",),
     "kvxfer.geometry": ("Cache",),
     "kvxfer.identity": ("Generation", "Handle", "Source", "TransferId", "digest"),
-    "kvxfer.protocol.values": ("Ended", "Event", "GenerationReleased", "Progress", "Released"),
+    "kvxfer.protocol.values": ("Ended", "Event", "GenerationReleased", "Released"),
     "kvxfer.ticket": ("Ticket",),
     "kvxfer.values": ("BlockTable", "Fetch", "Group", "Offer", "Rank"),
 }

@@ -82,8 +82,7 @@ class Ticket(msgspec.Struct, frozen=True):
         start: int,
         tokens: int,
         own: Source | None = None,
-        progress: int = 0,
         offered: bool = False,
     ) -> Fetch:
         """Return a fetch of the tokens ``[start, tokens)`` of this transfer into these blocks; see ``Fetch``."""
-        return Fetch(handle, self.transfer, self.digest, self.source, blocks, start, tokens, own, progress, offered)
+        return Fetch(handle, self.transfer, self.digest, self.source, blocks, start, tokens, own, offered)

@@ -192,7 +192,6 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
         tokens: One past the last token to be moved. If a group is a ``state``, the producer's final offer must have just as
             many tokens, because the state after more or fewer is another one.
         own: This engine's directory, if the engine has several ranks.
-        progress: A ``Progress`` event comes each time that at least this many more tokens have arrived; 0 for none.
         offered: The producer is known to have offered all of the transfer. If it does not know the transfer (any more), the
             fetch then fails within about a second, instead of waiting for the offer until its deadline.
         enough: The fewest tokens that are of use if the producer gives up before all are computed: the fetch is then delivered
@@ -213,7 +212,6 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
     start: int
     tokens: int
     own: Source | None = None
-    progress: int = 0
     offered: bool = False
     enough: int = 0
     patience: float = 0.0
@@ -227,7 +225,6 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
             arguments.instance("own", self.own, Source)
         force_setattr(self, "tokens", arguments.integer("tokens", self.tokens, 1, MAX_TOKENS))
         force_setattr(self, "start", arguments.integer("start", self.start, 0, self.tokens - 1))
-        force_setattr(self, "progress", arguments.integer("progress", self.progress, 0, MAX_TOKENS))
         force_setattr(self, "offered", arguments.flag("offered", self.offered))
         force_setattr(self, "enough", arguments.integer("enough", self.enough, 0, self.tokens))
         force_setattr(self, "patience", arguments.seconds("patience", self.patience))

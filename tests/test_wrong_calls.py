@@ -227,7 +227,6 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "consumers by halves": (lambda: offer(consumers=np.float64(2)), "consumers must be an integer"),
     "an endless handle": (lambda: fetch(handle="x" * 100_000), "handle must have at most 4096 characters"),
-    "progress by halves": (lambda: fetch(progress=1.5), "progress must be an integer, not 1.5"),
     "ids are truths": (lambda: BlockTable.of([np.array([True, False])]), "block ids are a row of integers"),
     "ids beyond 63 bits": (lambda: BlockTable.of([np.array([2**63], np.uint64)]), "block ids are a row of integers"),
     "ids of two axes": (lambda: BlockTable.of([np.zeros((2, 2), np.int64)]), "block ids are a row of integers"),

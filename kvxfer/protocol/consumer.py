@@ -354,12 +354,12 @@ class ConsumerMachine:
 
         Once all rank fetches have arrived, check whether they can be trusted, or ask their producer ranks.
         """
-        out = f.news()
         complete = rank.complete(f.spec.start, f.enough) and rank.on(E.COMPLETE)
         if not complete or not f.all_are(S.ARRIVED):
             f.part_over(now)
-            return out
+            return []
         f.round, f.arrived_at = f.round + 1, now
+        out: list[Action] = []
         for x in f.rank_fetches:
             if x.held(self._links.get(x.spec.link)):
                 x.on(E.SEEN)

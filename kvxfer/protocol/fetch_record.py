@@ -18,7 +18,6 @@ from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchSta
 from kvxfer.protocol.values import (
     Abort,
     Action,
-    Emit,
     Ended,
     Hash,
     HeldUp,
@@ -28,7 +27,6 @@ from kvxfer.protocol.values import (
     Move,
     Moved,
     PartRef,
-    Progress,
     RankRoute,
     RemoteWritesEnded,
     in_order,
@@ -198,11 +196,6 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
         end = max(self.end, enough)
         return self.told_tokens >= (end - start) * self.bands and reached(self.spans.values(), start, self.bands) >= end
 
-    def arrived(self, start: int) -> int:
-        """Return the token up to which all parts are here, from ``start``."""
-        moving = {ref.part for ref in self.flight}
-        return reached([span for part, span in self.spans.items() if part not in moving], start, self.bands)
-
     def held(self, info: LinkInfo | None) -> bool:
         """Return whether the revocation counter and the checksum show that the bytes are good, so that nobody has to be asked."""
         if info is None or info.revocations is None or self.remote_writes:
@@ -232,7 +225,6 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
     nbytes: int = 0
     generation: Generation | None = None  # the newest that any rank has heard of
     round: int = 0  # how often all ranks have arrived
-    progress: int = 0  # tokens of which the engine has been told
 
     def take(self, route: Iterable[RankRoute]) -> None:
         """Record the route, now that it is known."""
@@ -243,11 +235,6 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
     def least(self) -> Generation:
         """The oldest generation that is of use: ranks that still have an older one will give it up."""
         return FIRST if self.generation is None else self.generation
-
-    @property
-    def arrived(self) -> int:
-        """The token up to which all parts from all ranks are here."""
-        return min((min(rank.arrived(self.spec.start), self.spec.tokens) for rank in self.rank_fetches), default=0)
 
     def came(self, now: float) -> None:
         """Record that bytes have come."""
@@ -337,15 +324,6 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         blocks = placed(planner, msg.blocks, min(msg.lo, s.tokens), msg.final) if msg.lo else msg.blocks
         span = msg.lo, msg.hi, msg.final, msg.bands
         return plan_part(planner, blocks, s.blocks, s.start, s.tokens, *span, info.moves_tail(s.tail))
-
-    def news(self) -> list[Action]:
-        """Return a progress event, if the engine asked for those and enough tokens have arrived since the last."""
-        if not self.spec.progress:
-            return []
-        if (tokens := self.arrived) < max(self.progress, self.spec.start) + self.spec.progress or not tokens:
-            return []
-        self.progress = tokens
-        return [Emit(Progress("consumer", self.spec.transfer, self.spec.handle, tokens))]
 
     def ended(self, now: float) -> Ended:
         """Make the event that tells the engine of the outcome."""

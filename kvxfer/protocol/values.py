@@ -95,23 +95,7 @@ class GenerationReleased(msgspec.Struct, frozen=True):
     generation: Generation
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """More tokens of a fetch have arrived; see ``Fetch.progress``.
-
-    They may still turn out to be invalid: do not use them before an ``Ended`` whose outcome is delivered.
-
-    Attributes:
-        tokens: Tokens ``[start, tokens)`` are here, from all producer ranks, in all ``full`` groups. Other groups arrive
-            whole at the end.
-    """
-
-    role: Role
-    transfer: TransferId
-    handle: Handle
-    tokens: int
-
-
-Event = Ended | Released | GenerationReleased | Progress
+Event = Ended | Released | GenerationReleased
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -195,7 +195,7 @@ class FetchSchedule:
         self.fetched += 1
         enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
         names = Handle(request), wanted.transfer, wanted.digest, wanted.source
-        told = Fetch(*names, blocks, computed, end, self._own, 0, wanted.offered, enough, wanted.patience, True)
+        told = Fetch(*names, blocks, computed, end, self._own, wanted.offered, enough, wanted.patience, True)
         self.fetches.append(told)
 
     def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:

@@ -1,4 +1,4 @@
-"""Results are waited for, not polled: with a timeout, by descriptor, in asyncio; and how far a fetch is."""
+"""Results are waited for, not polled: with a timeout, by descriptor, or in asyncio."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvxfer import Agent, Event, Progress, readable
+from kvxfer import Agent, Event, readable
 from kvxfer.identity import TransferId
-from kvxfer.values import BlockTable, Fetch
 from tests.control.conftest import Ended, Released, SeededEngine, fetch, offered
 
 T = TransferId("own/1/x", 0)
@@ -91,30 +90,3 @@ def test_nobody_waits_for_a_closed_agent(engine):
     while agent.events(timeout=NEVER_S):
         pass
     assert agent.events(timeout=NEVER_S) == [] and asyncio.run(readable(agent, NEVER_S))
-
-
-def test_progress_is_told_in_the_steps_that_were_asked_for(engine):
-    p, d = engine({}, seed=1), engine({})
-    table = BlockTable.of([ALL])
-    d.agents[0].fetch(Fetch("req", T, b"d", p.source, table, 0, 16, progress=8))
-    for tokens in (4, 8, 12):  # each waits for the one before, or several would be told as one
-        p.agents[0].offer(offered(ALL[: tokens // 4], tokens, transfer=T, final=False))
-        if tokens == 8:
-            assert [e.tokens for e in d.wait(Progress)] == [8]
-    p.agents[0].offer(offered(ALL, 16, transfer=T))
-    assert d.wait(Ended)[0].outcome.delivered
-    d.wait(Released)
-    told = [e for e in d.events() if isinstance(e, Progress)]
-    assert [e.tokens for e in told] == [8, 16] and {e.handle for e in told} == {"req"}
-
-
-def test_progress_counts_what_all_ranks_have(engine):
-    p, d = engine({}, seed=1, tp=2), engine({})
-    d.agents[0].fetch(Fetch("req", T, b"d", p.source, BlockTable.of([ALL]), 4, 16, progress=4))
-    p.agents[0].offer(offered(ALL[:3], 12, transfer=T, final=False))
-    p.agents[1].offer(offered(ALL[:2], 8, transfer=T, final=False))
-    assert [e.tokens for e in d.wait(Progress)] == [8]
-    for rank in p.agents:
-        rank.offer(offered(ALL, 16, transfer=T))
-    assert d.wait(Ended)[0].outcome.delivered
-    assert [e.tokens for e in d.events() if isinstance(e, Progress)][-1] == 16

@@ -11,22 +11,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from kvxfer import (
-    Agent,
-    BlockTable,
-    Cache,
-    Config,
-    Directory,
-    Ended,
-    Offer,
-    Progress,
-    Released,
-    Ticket,
-    TransferId,
-    digest,
-)
+from kvxfer import Agent, BlockTable, Cache, Config, Directory, Ended, Offer, Released, Ticket, TransferId, digest
 from kvxfer.control.revocations import SharedRevocationCounter
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.consumer import ConsumerMachine
+from kvxfer.protocol.values import Action, Moved
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
@@ -64,7 +53,8 @@ def until(true: Callable[[], object]) -> None:
 
 def test_the_transfer_goes_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[m.Message] = []
-    encode = m.encode
+    moved: list[Moved] = []
+    encode, arrive = m.encode, ConsumerMachine.moved
 
     def record(message: m.Message) -> bytes:
         if not isinstance(message, m.Ping | m.Pong) and message not in sent[-1:]:
@@ -74,7 +64,13 @@ def test_the_transfer_goes_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> 
     def count(kind: type) -> int:
         return sum(isinstance(message, kind) for message in sent)
 
+    def move(self: ConsumerMachine, done: Moved, now: float) -> list[Action]:
+        actions = arrive(self, done, now)
+        moved.append(done)
+        return actions
+
     monkeypatch.setattr(m, "encode", record)
+    monkeypatch.setattr(ConsumerMachine, "moved", move)
     # As between two hosts, where the counter cannot be read.
     monkeypatch.setattr(SharedRevocationCounter, "invite", lambda self: "")
     caches = [Cache.of_tensors(np.zeros((4, 16, 16, 256), np.uint8), "layer block token unit") for _ in range(2)]
@@ -86,7 +82,7 @@ def test_the_transfer_goes_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> 
         directory.publish((prefill.descriptor,))
         transfer, check = TransferId.mint(directory.epoch, "request-1"), digest(tokens=range(40), model="my-model")
         ticket = Ticket(transfer, check, directory.source)
-        decode.fetch(ticket.fetch("request-7", BlockTable.of([[1, 2, 4]]), start=0, tokens=40, progress=16))
+        decode.fetch(ticket.fetch("request-7", BlockTable.of([[1, 2, 4]]), start=0, tokens=40))
         events: list[object] = []
 
         def seen(kind: type) -> bool:
@@ -95,7 +91,7 @@ def test_the_transfer_goes_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> 
 
         until(lambda: count(m.FetchRequest) == 1)
         prefill.offer(Offer(transfer, check, 1, 16, BlockTable.of([[7]]), final=False))
-        until(lambda: seen(Progress))
+        until(lambda: moved)
         prefill.revoke(transfer, 1, "preempted", gone=False)
         until(lambda: count(m.FetchRequest) == 2)
         prefill.offer(Offer(transfer, check, 2, 32, BlockTable.of([[3, 12]]), final=False))
