@@ -120,8 +120,6 @@ def test_a_stand_in_is_measured_in_both_directions(backend: str, tmp_path: Path)
             assert found["measured"][way]["bytes"] == [64 << 20, 64 << 10]
             assert 0.001 < found["measured"][way]["GB_per_s"] < 1000, found
             assert 0.001 < found["measured"][way]["ms"] < 1000, found
-        cost = found["measured"]["cost"]
-        assert cost["byte_ps"] > 0, cost
 
 
 def test_a_transfer_that_is_held_up_once_is_not_the_pace_of_the_link() -> None:

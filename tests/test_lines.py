@@ -219,7 +219,7 @@ def test_what_is_shown_in_a_terminal() -> None:
         "peer_memory": EVIL,
         "peer_elastic": True,
         "candidates": [{"backend": EVIL, "against": EVIL}],
-        "measured": {"bytes": (1, 1), "cost": {}, "from_peer": {"failure": EVIL}, "to_peer": {"failure": EVIL}},
+        "measured": {"bytes": (1, 1), "from_peer": {"failure": EVIL}, "to_peer": {"failure": EVIL}},
     }
     show_visit(console, found)
     lines = written.getvalue().splitlines()

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.cli.costs import figures
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -163,7 +162,7 @@ def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
 
     Returns:
         For each direction (``from_peer``, ``to_peer``) the medians: ``GB_per_s`` of a long transfer, ``ms`` of a short one, and the
-        ``bytes`` of both; or the ``failure``. And under ``cost`` what things cost on the link from the peer, as far as that was measured.
+        ``bytes`` of both; or the ``failure``.
     """
     # Twice the time, because the stand-in may first have to fetch what it then reports on.
     half = _Half(msgspec.structs.replace(config, port=0), "doctor", device, 2 * TRANSFER_S)
@@ -191,9 +190,7 @@ def measure(stand_in: Source, config: Config, device: str) -> dict[str, Any]:
         return float(took)
 
     try:
-        found = {"from_peer": _figures(taken), "to_peer": _figures(handed)}
-        costs = (link.cost for link in half.agent.links() if link.role == "consumer")
-        return {**found, "cost": figures(next(costs, None))}
+        return {"from_peer": _figures(taken), "to_peer": _figures(handed)}
     finally:
         half.close()
 

@@ -25,7 +25,6 @@ import msgspec
 from rich.console import Console
 
 from kvxfer.cli import stand_in
-from kvxfer.cli.costs import figures, in_words
 from kvxfer.cli.terminal import verbatim
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
@@ -131,7 +130,6 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
     for row in found.get("candidates", ()):
         say(f"  {row['backend']}: {row['against'] or 'in use'}")
     if "measured" in found:
-        say(f"costs from the peer: {in_words(found['measured']['cost'])}")
         for way, words in (("from_peer", "from the peer"), ("to_peer", "to the peer")):
             got = found["measured"][way]
             if "failure" in got:
@@ -208,7 +206,7 @@ def _greet(source: Source, found: LookupAnswer, config: Config) -> dict[str, Any
             agent.fetch(Fetch(hello, name, b"nothing", source, rows, 0, 1, own))
         failure = _wait(agents, began + LINK_S)
         links = [link for agent in agents for link in agent.links() if link.role == "consumer"]
-        report: dict[str, Any] = {"links": [{**asdict(link), "cost": figures(link.cost)} for link in links]}
+        report: dict[str, Any] = {"links": [asdict(link) for link in links]}
         if failure is not None:
             report["failure"] = _told(failure)
         for agent in agents:

@@ -18,7 +18,6 @@ from kvxfer.data.commands import Connect, LinkNews, MakeEndpoint, SlotMessage, S
 from kvxfer.data.plane import DataPlane
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.values import LinkId, LinkInfo, PartRef, Role
@@ -56,7 +55,7 @@ class LinkStatus:
         up: Whether KV can move over it.
         passed: Back ends that were tried for it and could not make it, and why.
         round_trip: Seconds from the last ping to its answer; ``None`` until one has come, and if it is the peer that pings.
-        cost: What parts, descriptors, pieces and bytes have been found to cost on it, if it is this side that measures them.
+        bytes_per_s: How fast KV has moved over it recently, if it is this side that moves it; 0 if that is not known.
     """
 
     peer: str
@@ -65,7 +64,7 @@ class LinkStatus:
     up: bool
     passed: Mapping[str, str]
     round_trip: float | None
-    cost: LinkCost | None = None
+    bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,13 @@ class LinkTable(ABC, Generic[L]):
         """Return the links of a back end."""
         return [link.id for link in self._links.values() if link.backend == backend]
 
-    def statuses(self, cost: Callable[[LinkId], LinkCost | None]) -> list[LinkStatus]:
-        """Return how the links are now, and what ``cost`` says of each.
+    def statuses(self, pace: Callable[[LinkId], float]) -> list[LinkStatus]:
+        """Return how the links are now, with the ``pace`` of each.
 
         Any thread: a copy of the table's values is one step of the interpreter.
         """
         return [
-            LinkStatus(link.name, self.role, link.backend, link.up, self._passed(link), link.round_trip, cost(link.id))
+            LinkStatus(link.name, self.role, link.backend, link.up, self._passed(link), link.round_trip, pace(link.id))
             for link in list(self._links.values())
         ]
 

@@ -66,7 +66,7 @@ class AgentPeers:
 
     def links(self) -> list[LinkStatus]:
         """Return the links of both roles, as they are now. Any thread."""
-        return [*self._out.statuses(self.consumer.cost), *self._in.statuses(self.producer.cost)]
+        return [*self._out.statuses(self.consumer.pace), *self._in.statuses(self.producer.pace)]
 
     def identify(self, facts: dict[str, str], now: float) -> list[Action]:
         """Give up all links that were made, or are being made, under other facts."""

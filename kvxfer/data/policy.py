@@ -23,7 +23,7 @@ STRICTNESS = get_args(Integrity)
 HOST_STAGING, DEVICE_STAGING = 64 << 20, 512 << 20
 """The default bytes of staging memory: a GPU's link is some ten times faster than a host's, and needs longer pieces."""
 DEVICE_RUN = 2 << 20
-"""A first guess: rows of fewer bytes are packed on devices, whose link moves that many in the 5 us that a message or descriptor costs."""
+"""Rows of fewer bytes are packed on devices, whose link moves that many in the 5 us that a message or descriptor costs."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LinkPolicy:
     mode: Mode  # how bytes move
     cache: Cache  # as peers are told of it
     piece_bytes: int  # bytes of a staged piece
-    stage_below: int  # average bytes of a row below which a part is packed, as a first guess; 0: none is
+    stage_below: int  # average bytes of a row below which a part is packed; 0: none is
     integrity: Integrity  # how bytes are checked
 
     @classmethod

@@ -17,14 +17,12 @@ from kvxfer.data.jobs import SHARED, Direct, Job, LinkContext, make_job, shares,
 from kvxfer.data.part_ends import LOOK_S, Limits, PartEnds, backend_failed, shut, unmoved
 from kvxfer.data.policy import lent
 from kvxfer.data.progress import PartProgress
-from kvxfer.data.share_clock import ShareClock
 from kvxfer.data.slot_queue import SlotQueue
 from kvxfer.data.staging import Staging
 from kvxfer.errors import TransportError
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Region
 from kvxfer.logs import logger
-from kvxfer.protocol.cost import LEAST, PartWay
 from kvxfer.protocol.parts import most_bytes
 from kvxfer.protocol.values import LinkId, Move, Moved, PartRef, Role
 from kvxfer.security import Security
@@ -61,7 +59,6 @@ class Traffic:
         self._batches: dict[int, Sequence[Job]] = {}
         self._aborted: dict[PartRef, float] = {}
         self._part_progress = PartProgress(post)
-        self._share_clock = ShareClock()
 
     # --- links -----------------------------------------------------------------------------------------------------
 
@@ -163,9 +160,8 @@ class Traffic:
         if context is None or context.broken:
             self._post(unmoved(ref))
             return
-        begun = clock.now()
         job = make_job(action, context)
-        job.begun, job.share = begun, self._share_clock.read(begun, len(self._jobs))
+        job.begun = clock.now()
         self._jobs[ref] = job
         if action.verb in (Verb.SEND, Verb.RECV):
             job.line = self._lines.setdefault((ref.link, action.verb), deque())
@@ -282,8 +278,6 @@ class Traffic:
             else:
                 self._awaiting_slot.remove(job)
             return
-        now = clock.now()
-        own = self._share_clock.read(now, len(self._jobs)) - job.share
         del self._jobs[job.ref]
         self._awaiting_device.pop(job.ref, None)
         self._awaiting_slot.remove(job)
@@ -294,9 +288,8 @@ class Traffic:
             self._ends.calm(job)  # its link is closed, which made it quiet
         if closing and not job.quiet and not job.lends_memory:  # the peer will tell about lent memory
             self._break(job.ref.link, backend_failed("memory of a failed transfer has to be made quiet"))
-        took, nbytes = now - job.begun, 0 if job.error else job.nbytes
-        way = PartWay(job.action.plan.rows, nbytes, job.action.piece_bytes) if nbytes > LEAST else None
-        self._ends.add(job, Moved(job.ref, job.error, job.quiet, nbytes, job.collateral, took, None, way, own))
+        nbytes = 0 if job.error else job.nbytes
+        self._ends.add(job, Moved(job.ref, job.error, job.quiet, nbytes, job.collateral, clock.now() - job.begun))
 
     # --- the turn of the data thread ---------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def delivered_bytes(serve: RankServe, info: LinkInfo, offer: Offer) -> int:
     For an unattended serve this has to be planned now, because the consumer was not kept waiting for a plan. If the block tables
     do not join, it has read nothing.
     """
-    if not info.unattended or serve.request.cost is not None:
+    if not info.unattended:
         return serve.bytes
     planner, request, sent = info.planner, serve.request, min(serve.sent)
     try:
@@ -102,7 +102,7 @@ def announce(
         final,
         carried(info.planner, offer.blocks, span, final),
         link.stream,
-        0 if plan is None else piece_bytes(plan, info, link.cost(request, plan)),
+        0 if plan is None else piece_bytes(plan, info),
         serve.revocations,
         serve.record.payload if final else b"",
         span.bands,

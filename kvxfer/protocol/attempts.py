@@ -43,7 +43,7 @@ class Attempts:
         self.tries.pop(rank.attempt, None)
         rank.begin(next(self._numbers), remote_writes=info.mode == "write", least=f.least)
         self.tries[rank.attempt] = f, rank
-        rank.banded, rank.cost = self._routes.wish(link, info, f.spec.tokens - f.spec.start)
+        rank.banded = self._routes.slow(link, info, f.spec.tokens - f.spec.start)
         f.asked = now
         if f.moving_since is not None:
             f.part_over(now)

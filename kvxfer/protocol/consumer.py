@@ -17,7 +17,6 @@ from kvxfer.geometry import PlanError
 from kvxfer.identity import Generation, Handle, Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.attempts import Attempts
-from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
 from kvxfer.protocol.routes import Routes
 from kvxfer.protocol.timers import Timers
@@ -188,10 +187,10 @@ class ConsumerMachine:
             case _:
                 assert_never(msg)
 
-    def cost(self, link: LinkId) -> LinkCost | None:
-        """Return what things have been found to cost on a link; ``None`` if nothing has come over it that tells. Any thread."""
-        costs = self._routes.costs.get(link)
-        return None if costs is None else costs.known()
+    def pace(self, link: LinkId) -> float:
+        """Return how many bytes a second come over a link that this side moves them over; 0 if that is not known. Any thread."""
+        info, pace = self._links.get(link), self._routes.paces.get(link)
+        return 0.0 if info is None or pace is None or info.mode == "write" else pace.bytes_per_s
 
     def moved(self, done: Moved, now: float) -> list[Action]:
         """Handle the end of a part on this side."""
@@ -247,7 +246,6 @@ class ConsumerMachine:
 
     def tick(self, now: float) -> list[Action]:
         """Handle deadlines and repeat messages. Call it when ``next_tick`` is due."""
-        self._routes.learn()
         out: list[Action] = []
         for handle in self._deadlines.due(now):
             f = self._fetches[handle]
@@ -264,8 +262,6 @@ class ConsumerMachine:
 
     def next_tick(self) -> float | None:
         """Return when ``tick`` next has something to do, or ``None``."""
-        if self._routes.unlearned:
-            return 0.0
         return min((t for t in (self._deadlines.next(), self._attempts.next()) if t is not None), default=None)
 
     def __len__(self) -> int:

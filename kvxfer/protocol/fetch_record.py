@@ -11,7 +11,6 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import CopyPlan
 from kvxfer.identity import FIRST, Generation
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.parts import MIN_PIECE, Span, placed, plan_part, reached, to_hash
 from kvxfer.protocol.progress import enriched
 from kvxfer.protocol.transitions import RANK_FETCH, RankFetchEvent, RankFetchState
@@ -59,7 +58,6 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
     bands: int = 1  # of the producer's layers
     told_tokens: int = 0  # of the parts announced, each token once for each band
     banded: bool = False  # parts of single bands are asked for
-    cost: LinkCost | None = None  # what its producer is told that things cost
     flight: dict[PartRef, None] = field(default_factory=dict)  # parts of the attempt that may touch or read memory
     to_hash: dict[PartRef, CopyPlan] = field(default_factory=dict)  # once they have arrived
     came_bytes: int = 0  # of the attempt's parts that have arrived
@@ -295,7 +293,7 @@ class FetchRecord(msgspec.Struct, eq=False, gc=False):
         """Make the message that asks for a rank fetch's share, which may take ``moving`` seconds from its first part on."""
         s, left = self.spec, max(self.deadline - now, 0.0)
         wanted = s.transfer, rank.attempt, s.digest, s.start, s.tokens, s.blocks
-        how = rank.banded, rank.cost, s.tail
+        how = rank.banded, s.tail
         return m.FetchRequest(*wanted, rank.spec.readers, left, rank.least, moving, s.offered, s.enough, *how)
 
     def commit_request(self, rank: RankFetch) -> m.CommitRequest:

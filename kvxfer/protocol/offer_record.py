@@ -6,13 +6,11 @@ import msgspec
 from msgspec import field
 
 from kvxfer.failures import Failure, FailureKind, Outcome
-from kvxfer.geometry import CopyPlan
 from kvxfer.identity import FIRST, Generation, Handle, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.budgets import IndexedExpiringMap
-from kvxfer.protocol.cost import LEAST, LinkCost, WayCosts
 from kvxfer.protocol.pace import LinkPace
-from kvxfer.protocol.parts import AHEAD, Span, way_costs
+from kvxfer.protocol.parts import AHEAD, Span
 from kvxfer.protocol.readers import OVER, Readers
 from kvxfer.protocol.transitions import RANK_SERVE, ReaderEvent, ServeEvent, ServeState
 from kvxfer.protocol.values import (
@@ -48,7 +46,6 @@ class ConsumerLink(msgspec.Struct, eq=False):
     serves: dict[int, RankServe] = field(default_factory=dict)  # what it is being served, by attempt, the newest last
     stream: int = 0  # the next number of a part on the link
     pace: LinkPace = field(default_factory=LinkPace)  # how fast this side has written over it
-    costs: WayCosts | None = None  # of ways, when this side writes over it; ``None`` before it has written a long part
 
     def banded(self, request: m.FetchRequest) -> bool:
         """Return whether bands of layers pay off for a request; the side that moves the parts knows how fast the link is."""
@@ -59,15 +56,6 @@ class ConsumerLink(msgspec.Struct, eq=False):
     def wrote(self, done: Moved, now: float) -> None:
         """Record that this side has moved a part, which tells how fast it writes over the link."""
         self.pace.took(done.nbytes, done.seconds, now)
-        if done.way is not None and self.info.mode == "write":
-            self.costs = self.costs or way_costs(self.info)
-            self.costs.took(done.way, done.own_seconds)
-
-    def cost(self, request: m.FetchRequest, plan: CopyPlan) -> LinkCost | None:
-        """Return the costs by which the way of a part is chosen: of the side that has seen whole parts move."""
-        if self.info.mode != "write" or self.costs is None or plan.nbytes <= LEAST:
-            return request.cost
-        return self.costs.ask(plan.rows, plan.nbytes)
 
 
 class RankServe(msgspec.Struct, Life[ServeState, ServeEvent], eq=False):

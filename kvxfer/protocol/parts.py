@@ -12,7 +12,6 @@ import numpy as np
 from kvxfer.config import SLOTS
 from kvxfer.geometry import HOST, Cache, CopyPlan, Planner, Region
 from kvxfer.memory import sample
-from kvxfer.protocol.cost import LinkCost, PartWay, WayCosts, cheapest, guess
 from kvxfer.protocol.values import LinkInfo, PartRef
 from kvxfer.values import BlockTable
 
@@ -29,13 +28,9 @@ HOST_BYTES, DEVICE_BYTES = 32 << 20, 512 << 20
 AHEAD = 2
 """The most parts of a transfer in flight when sending: while one ends, the next moves, and other transfers on the link wait for
 these only. (Reads and writes are cut by the side that submits them; for sends both sides must agree.)"""
-HOST_DEPTHS, DEVICE_DEPTHS = (2, 1), (1, 2)
-"""The numbers of pieces that a small part may be cut into, by where it lies; the first is the first guess. In host memory two, so that
-packing, moving and unpacking overlap. A device packs a part in a fraction of the time that a piece costs threads on both sides
-(docs/decisions.md, 0016)."""
-IN_DOUBT = 64
-"""Whether a part goes straight or staged is open to measurement while its rows are at most this number of times longer or shorter than
-the first guess of the length at which both cost the same."""
+HOST_PIECES, DEVICE_PIECES = 2, 1
+"""The number of pieces that a small part is cut into, by where it lies. In host memory two, so that packing, moving and unpacking
+overlap. A device packs a part in a fraction of the time that a piece costs threads on both sides (docs/decisions.md, 0016)."""
 
 
 class Span(NamedTuple):
@@ -156,13 +151,12 @@ def most_bytes(regions: Iterable[Region]) -> int:
     return HOST_BYTES if on_host(regions) else DEVICE_BYTES
 
 
-def cut(span: Span, plan: CopyPlan, info: LinkInfo, cost: LinkCost | None = None) -> list[Span]:
+def cut(span: Span, plan: CopyPlan, info: LinkInfo) -> list[Span]:
     """Return the parts into which a span with this plan is cut, which may be the span itself.
 
     Cuts fall between the producer's blocks, which moves best; or within them if they are longer than a part, as with one block
     for each request. What a CPU hashes in full is cut into several parts, so that one is hashed while the next moves; a GPU
-    hashes a part faster than a message travels. What is sent and received has parts of bounded size, staged or not. For ``cost`` see
-    ``piece_bytes``.
+    hashes a part faster than a message travels. What is sent and received has parts of bounded size, staged or not.
     """
     if info.integrity != "full" and info.mode != "sendrecv":
         return [span]
@@ -170,7 +164,7 @@ def cut(span: Span, plan: CopyPlan, info: LinkInfo, cost: LinkCost | None = None
     parts = min(CHECKED, plan.nbytes // MIN_CHECKED) if host and info.integrity == "full" else 1
     if info.mode == "sendrecv":
         most = most_bytes(info.planner.src.regions)
-        if piece_bytes(plan, info, cost):
+        if piece_bytes(plan, info):
             # As much as staging memory holds. If that is host memory, whose link is slower than a GPU's, its slots are shorter.
             most = min(most, max(HOST_BYTES, SLOTS * info.piece_bytes))
         parts = max(parts, -(-plan.nbytes // most))
@@ -191,36 +185,11 @@ def to_hash(plan: CopyPlan, info: LinkInfo, ref: PartRef) -> CopyPlan | None:
     return plan if info.integrity == "full" else sample(plan, ref.attempt + ref.part)
 
 
-def piece_bytes(plan: CopyPlan, info: LinkInfo, cost: LinkCost | None = None) -> int:
-    """Return the size of the packed pieces in which a part goes staged, or 0 if its runs go direct.
-
-    ``cost``: what things cost on the link; ``None``: the first guess decides.
-    """
+def piece_bytes(plan: CopyPlan, info: LinkInfo) -> int:
+    """Return the size of the packed pieces in which a part goes staged because its rows are short, or 0 if its runs go direct."""
     rows = plan.rows
-    if not rows or (cost is None and plan.nbytes >= info.stage_below * rows):
+    if not rows or plan.nbytes >= info.stage_below * rows:
         return 0
     longest = max(int(np.maximum.reduce(s.counts)) * s.pattern.unit for s in plan.copies)
-    return cheapest(ways(rows, plan.nbytes, info, longest), cost).piece_bytes
-
-
-def ways(rows: int, nbytes: int, info: LinkInfo, longest: int = 0) -> list[PartWay]:
-    """Return the ways that a part of ``rows`` rows may go; the first is that of the first guess.
-
-    ``longest``: bytes of its longest row, if that may be longer than a piece.
-    """
-    straight, below = PartWay(rows, nbytes), info.stage_below * rows
-    if nbytes >= IN_DOUBT * below:
-        return [straight]
-    depths = HOST_DEPTHS if on_host(info.planner.src.regions) else DEVICE_DEPTHS
-    least = max(MIN_PIECE, info.piece_bytes // 4, longest)
-    sizes = dict.fromkeys(min(info.piece_bytes, max(least, nbytes // depth)) for depth in depths)
-    staged = [PartWay(rows, nbytes, size) for size in sizes]
-    if IN_DOUBT * nbytes < below:
-        return staged
-    return [straight, *staged] if nbytes >= below else [staged[0], straight, *staged[1:]]
-
-
-def way_costs(info: LinkInfo) -> WayCosts:
-    """Return what ways cost on a link, before anything has moved over it."""
-    first = guess(max(info.stage_below, 1), on_host(info.planner.src.regions))
-    return WayCosts(first, lambda rows, nbytes: ways(rows, nbytes, info))
+    pieces = HOST_PIECES if on_host(info.planner.src.regions) else DEVICE_PIECES
+    return min(info.piece_bytes, max(MIN_PIECE, info.piece_bytes // 4, longest, plan.nbytes // pieces))

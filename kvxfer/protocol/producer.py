@@ -14,7 +14,6 @@ from typing import assert_never
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import Generation, Handle, TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.leased_offers import LeasedOffers
 from kvxfer.protocol.offer_record import ConsumerLink, Early, GivenUp, OfferRecord, RankServe, follows
 from kvxfer.protocol.revocations import RevocationCounter
@@ -214,10 +213,10 @@ class ProducerMachine:
         h = self._records.get(transfer)
         return (h is not None and h.known) or transfer in self._offers.releases
 
-    def cost(self, link: LinkId) -> LinkCost | None:
-        """Return what things have been found to cost when this side writes over a link; ``None`` if it has written nothing. Any thread."""
+    def pace(self, link: LinkId) -> float:
+        """Return how many bytes a second this side writes over a link; 0 if that is not known, or it does not write. Any thread."""
         known = self._links.get(link)
-        return None if known is None or known.costs is None else known.costs.known()
+        return known.pace.bytes_per_s if known is not None and known.info.mode == "write" else 0.0
 
     def serving(self, link: LinkId) -> bool:
         """Return whether something was announced over the link and has not ended."""

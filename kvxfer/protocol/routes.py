@@ -6,11 +6,9 @@ from collections.abc import Iterable
 
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source
-from kvxfer.protocol.cost import LEAST, LinkCost, WayCosts
 from kvxfer.protocol.fetch_record import FetchRecord, RankFetch
 from kvxfer.protocol.index import Index
 from kvxfer.protocol.pace import LinkPace
-from kvxfer.protocol.parts import way_costs
 from kvxfer.protocol.values import Action, Close, Dial, LinkId, LinkInfo, Moved, Resolve, Resolved
 
 
@@ -22,16 +20,11 @@ class Routes:
     Attributes:
         links: What is known of each link; ``None`` while it is being made.
         paces: The pace of each link over which something has come.
-        costs: What ways cost on each link over which a part has come that is long enough to tell. Not where producers write, because only
-            they see whether a part goes straight.
-        unlearned: Those of them that have something to learn from.
     """
 
     def __init__(self) -> None:
         self.links: dict[LinkId, LinkInfo | None] = {}
         self.paces: dict[LinkId, LinkPace] = {}
-        self.costs: dict[LinkId, WayCosts] = {}
-        self.unlearned: list[WayCosts] = []
         self._routes: dict[Source, Resolved] = {}
         self._prepared: set[Source] = set()  # sources whose links are to be made once there is a route
         self._behind: Index[LinkId, Source] = Index()  # the sources whose routes lead over a link
@@ -91,7 +84,7 @@ class Routes:
 
     def close(self, link: LinkId, why: Failure) -> list[Action]:
         """Give a link up. Routes that lead over it have to be looked up again."""
-        self.links.pop(link, None), self.paces.pop(link, None), self.costs.pop(link, None)
+        self.links.pop(link, None), self.paces.pop(link, None)
         for source in self._behind.pop(link):
             self._routes.pop(source, None)
         return [Close(link, why)]
@@ -103,34 +96,17 @@ class Routes:
             self.paces[link] = LinkPace()
         if link in self.paces:
             self.paces[link].took(done.nbytes, done.seconds, now)
-        info = self.links.get(link)
-        if done.way is not None and info is not None and info.mode != "write":
-            if link not in self.costs:
-                self.costs[link] = way_costs(info)
-            self.costs[link].took(done.way, done.own_seconds)
-            self.unlearned.append(self.costs[link])
 
-    def learn(self) -> None:
-        """Learn from the parts that have come, once nothing waits for it."""
-        while self.unlearned:
-            self.unlearned.pop().learn()
-
-    def wish(self, link: LinkId, info: LinkInfo, tokens: int) -> tuple[bool, LinkCost | None]:
-        """Return what is asked for with this number of tokens: whether single bands, and by which costs parts go straight or staged."""
-        pace, costs, cost = self.paces.get(link), self.costs.get(link), None
-        if pace is None:
-            return False, None  # nothing has come over it
-        nbytes = int(tokens * info.planner.token_bytes)
-        if costs is not None and nbytes > LEAST and info.mode != "write":
-            cost = costs.ask(max(int(nbytes / costs.row), 1), nbytes)
-        return pace.slow(nbytes), cost
+    def slow(self, link: LinkId, info: LinkInfo, tokens: int) -> bool:
+        """Return whether this number of tokens takes so long over a link that single bands of layers are asked for."""
+        pace = self.paces.get(link)
+        return pace is not None and pace.slow(int(tokens * info.planner.token_bytes))
 
     def up(self, link: LinkId, info: LinkInfo) -> list[tuple[FetchRecord, RankFetch]]:
         """Record that a link is up, unless it has been given up; return what uses it."""
         if link not in self.links:
             return []
         self.links[link] = info
-        self.costs.pop(link, None)  # it may be made by another back end now
         return self.users(link)
 
     def use(self, f: FetchRecord) -> None:

@@ -141,9 +141,9 @@ class Serves:
         try:
             if serve.cut and serve.begins_with_cut(span):
                 parts = serve.cut
-            elif not info.unattended or serve.request.cost is not None:  # with costs, it may go staged after all
+            elif not info.unattended:
                 plan = plan_for(serve, info, offer, span, final)
-                parts = tuple(cut(span, plan, info, serve.request.cost))
+                parts = tuple(cut(span, plan, info))
             if serve.revocations is None:
                 serve.revocations = self._revocations.vouch(serve.request.transfer)
             if serve.state is S.WAITING and serve.request.moving:

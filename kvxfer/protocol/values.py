@@ -15,7 +15,6 @@ from kvxfer.failures import Failure, Outcome
 from kvxfer.geometry import CopyPlan, Planner, Rank
 from kvxfer.identity import Generation, Handle, Source, TransferId
 from kvxfer.memory import Side
-from kvxfer.protocol.cost import PartWay
 from kvxfer.protocol.messages import Message
 from kvxfer.protocol.peer import NOBODY, PeerIdentity
 from kvxfer.transport import Verb
@@ -142,7 +141,7 @@ class LinkInfo(msgspec.Struct, frozen=True, dict=True):
     planner: Planner  # plans copies between the two caches
     peer: int = 0  # the other agent's epoch
     piece_bytes: int = 0  # the size of a staged piece that both sides agreed on
-    # a part goes staged if its rows are shorter than this many bytes on average, as a first guess (``parts.ways``); 0 means never
+    # a part goes staged if its rows are shorter than this many bytes on average; 0 means never
     stage_below: int = 0
     integrity: Integrity = "off"  # how much of what moves is hashed on both sides
     # on a consumer, returns the producer's revocation count; ``None`` if it cannot be read from here
@@ -271,9 +270,6 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     seconds: float = 0.0  # seconds since the data thread began with the part
     # the checksum of ``Move.check``, if it was made on the way; ``None`` if it is still to be made
     checksum: int | None = None
-    way: PartWay | None = None  # the way that it went, if it was long enough to tell what ways cost
-    # the same without what other parts had of that time: of a time in which several are under way, each has an equal share
-    own_seconds: float = 0.0
 
 
 class HeldUp(enum.StrEnum):

@@ -159,8 +159,7 @@ class Capabilities:
         elastic: Whether it takes regions whose pages may be remapped while they are registered, so that each batch must use
             the pages mapped at the time. A back end whose registration pins pages (for a network card, or exported to another process)
             must leave this false; elastic memory is then moved staged.
-        run_bytes: A first guess: below this average run length, packing into one long run is cheaper than submitting the runs. The agent
-            measures on each link what is cheaper, for runs of up to 64 times fewer or more bytes.
+        run_bytes: Below this average run length, packing into one long run is cheaper than submitting the runs.
         gathers: Whether a batch of many runs costs little more than one of a single run. If not, all is staged as long runs.
         factored: Whether it takes a ``PlanBatch`` as well as a ``Batch``.
         may_block_s: The longest time, in seconds, for which a call holds up the data thread, computing or waiting, on a host

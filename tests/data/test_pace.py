@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvxfer.identity import TransferId
-from kvxfer.protocol import pace, parts, routes
-from kvxfer.protocol.pace import LinkPace
+from kvxfer.protocol import pace, parts
 from kvxfer.protocol.values import Released
 from kvxfer.values import BlockTable, Fetch
 from tests.control.conftest import SeededEngine, offered
 
 BLOCKS, PART_S, TRIES = 64, 0.2, 20
+INNER = {
+    "read": ({"inner": "tcp"}, 64),
+    "sent, staged": ({"inner": "zmq"}, 16),
+    "written": ({"inner": "kvxfer.testing.fake:FakeTransport", "inner_options": {"verbs": ["write"]}}, 1024),
+}
 
 
 @pytest.mark.parametrize("together", [1, 4], ids=["alone", "four together"])
-@pytest.mark.parametrize(("inner", "unit"), [("tcp", 64), ("zmq", 16)], ids=["read", "sent, staged"])
+@pytest.mark.parametrize(("inner", "unit"), INNER.values(), ids=INNER)
 def test_the_pace_of_a_throttled_link_is_learnt_within_a_tenth(
-    engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch, inner: str, unit: int, together: int
+    engine: Callable[..., SeededEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    inner: dict[str, Any],
+    unit: int,
+    together: int,
 ) -> None:
     """Where this host was busy, so that bytes waited for us or we for them, it is tried again."""
-    links: list[LinkPace] = []
-
-    def known() -> LinkPace:
-        links.append(LinkPace())
-        return links[-1]
-
     monkeypatch.setattr(pace, "MIN_BYTES", 1)
-    monkeypatch.setattr(routes, "LinkPace", known)
     nbytes = BLOCKS * 3 * 4 * 4 * unit
     capacity = nbytes / PART_S
     monkeypatch.setattr(
         parts, "HOST_BYTES", nbytes // 16
     )  # so that what is together takes turns, and none of it is ever alone
-    slow = {"backend": "kvxfer.testing.faults:Faulty", "inner": inner, "bytes_per_s": capacity}
+    slow = {"backend": "kvxfer.testing.faults:Faulty", "bytes_per_s": capacity, **inner}
     config = {"blocks": together * BLOCKS, "transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 10.0, "unit": unit}
     p, d = engine(dict(slow), seed=1, **config), engine(dict(slow), **config)
     tables = [[*range(i * BLOCKS, (i + 1) * BLOCKS)] for i in range(together)]
@@ -46,8 +48,8 @@ def test_the_pace_of_a_throttled_link_is_learnt_within_a_tenth(
             p.agents[0].offer(offered(blocks, 4 * BLOCKS, transfer=transfer))
             d.agents[0].fetch(Fetch(f"{turn}-{i}", transfer, b"d", p.source, BlockTable.of([blocks]), 0, 4 * BLOCKS))
         d.wait(Released, count=(turn + 1) * together)
-        (link,) = links
-        learnt = link.bytes_per_s / capacity
+        [told] = [link.bytes_per_s for agent in (*p.agents, *d.agents) for link in agent.links() if link.bytes_per_s]
+        learnt = told / capacity
         if 0.9 <= learnt <= 1.1:
             return
     pytest.fail(f"{learnt:.2f} of it, after {TRIES} turns")

@@ -19,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvxfer.control.link import LinkStatus
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import TransferId
-from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.messages import Explain
 from kvxfer.protocol.values import Ended, Stats
 from kvxfer.testing.router.http import read_samples
@@ -64,8 +63,7 @@ def counted() -> KVXferStats:
     ended("producer", None)
     ended("producer", FailureKind.UNFETCHED)
     ended("producer", FailureKind.TIMED_OUT)
-    cost = LinkCost(0.001, 1e-6, 0.0005, 2.5e-11, None, None)
-    links = [LinkStatus("p (10.0.0.7:41233)", "consumer", "zmq", up, {}, None, cost) for up in (True, True, False)]
+    links = [LinkStatus("p (10.0.0.7:41233)", "consumer", "zmq", up, {}, None, 4e9) for up in (True, True, False)]
     now = Gauges(Stats(2, 3, 7, 0, 5, 1), links)
     stats.note(None, now)
     stats.data["gauges"] = RankGauges().heard({"0.0": now.values})
@@ -137,21 +135,19 @@ def test_gauges_are_sums_over_ranks_and_fall_again(registry: CollectorRegistry) 
     assert value(registry, "kvxfer_links", role="producer", backend="cma") == 0
 
 
-def test_what_links_cost_is_told_by_host_on_the_slowest_rank(registry: CollectorRegistry) -> None:
+def test_the_pace_of_links_is_told_by_host_of_the_slowest_rank(registry: CollectorRegistry) -> None:
     exported, ranks, stats = metrics(registry), RankGauges(), KVXferStats()
-    for rank, part in (("0.0", 0.001), ("0.1", 0.004)):
-        cost = LinkCost(part, None, 0.0005, 2.5e-11, None, None)
+    for rank, pace in (("0.0", 4.04e9), ("0.1", 9e8)):
         links = [
-            LinkStatus("p (10.0.0.7:41233)", "consumer", "nixl", True, {}, None, cost),
-            LinkStatus("q (10.0.0.8:41233)", "consumer", "nixl", True, {}, None, None),
+            LinkStatus("p (10.0.0.7:41233)", "consumer", "nixl", True, {}, None, pace),
+            LinkStatus("p (10.0.0.7:41234)", "consumer", "nixl", True, {}, None, 5e9),
+            LinkStatus("q (10.0.0.8:41233)", "consumer", "nixl", True, {}, None),
         ]
         stats.data["gauges"] = ranks.heard({rank: Gauges(Stats(0, 0, 0, 0, 0, 0), links).values})
-    exported.observe(stats.data)
-    told = {"peer": "10.0.0.7", "backend": "nixl"}
-    assert value(registry, "kvxfer_link_cost_seconds", **told, of="part") == 0.004
-    assert value(registry, "kvxfer_link_cost_seconds", **told, of="gigabyte") == 0.025
-    for unknown in ({**told, "of": "row"}, {**told, "peer": "10.0.0.8", "of": "part"}):
-        assert value(registry, "kvxfer_link_cost_seconds", **unknown) is None
+        exported.observe(stats.data)
+        told = value(registry, "kvxfer_link_bytes_per_second", peer="10.0.0.7", backend="nixl")
+        assert told == float(f"{pace:.2g}")
+    assert value(registry, "kvxfer_link_bytes_per_second", peer="10.0.0.8", backend="nixl") is None
 
 
 def held(n: int) -> dict[str, Any]:

@@ -121,7 +121,6 @@ def _session(both: Pair, requests: list[Request], repeat: int, integrity: Integr
         "session_GB_per_s": round(nbytes / session / 1e9, 3),
         "session_after_pause_ms": round(1e3 * statistics.median(r["off"]["session_s"] for r in after_pause), 3),
         "engine_thread_us": round(1e6 * statistics.median(r["off"]["call_s"] for r in rounds[2:]), 1),
-        "cost": d("cost") or p("cost"),  # the producer knows it where it writes
     }
     if integrity != "off":
         out["integrity"] = integrity

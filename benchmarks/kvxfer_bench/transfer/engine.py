@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from kvxfer.block_table import Ints
-from kvxfer.cli.costs import figures
 from kvxfer.config import Config, Integrity
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
@@ -279,11 +278,6 @@ class BenchEngine:
     def _spec(self, number: int, dst: Ints, source: Source) -> Fetch:
         tokens = len(dst) * self._pool.cache.groups[0].block_tokens
         return Fetch(Handle(str(number)), TransferId(BASE, number), b"d", source, BlockTable.of([dst]), 0, tokens)
-
-    def cost(self) -> dict[str, float]:
-        """Return what things have cost on the link of the unchecked transfers."""
-        agent, _ = self._agents["off"]
-        return figures(next((link.cost for link in agent.links()), None))
 
     # --- both ------------------------------------------------------------------------------------------------------
 

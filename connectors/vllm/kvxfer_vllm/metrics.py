@@ -99,11 +99,8 @@ METRICS = {
     "kvxfer_loads_in_hand": Metric("gauge", "Loads that are under way, over all ranks."),
     "kvxfer_offers_in_hand": Metric("gauge", "Offers that are leased or being read, over all ranks."),
     "kvxfer_links": Metric("gauge", "Links that are up, over all ranks.", ("role", "backend"), ()),
-    "kvxfer_link_cost_seconds": Metric(
-        "gauge",
-        "Measured seconds for a part, a row of it, a packed piece and a gigabyte on links to a host, on the slowest rank.",
-        ("peer", "backend", "of"),
-        (),
+    "kvxfer_link_bytes_per_second": Metric(
+        "gauge", "How fast KV has moved recently over the slowest link with a host.", ("peer", "backend"), ()
     ),
     "kvxfer_prefix_requests": Metric(
         "counter",
@@ -206,10 +203,9 @@ class KVXferPromMetrics(KVConnectorPromMetrics):
                 of(f"kvxfer_{metric}").set(data["gauges"][name])
             for kind, n in data["gauges"]["links"].items():
                 of("kvxfer_links", *kind.split("/", 1)).set(n)
-            for key, terms in data["gauges"].get("costs", {}).items():
+            for key, pace in data["gauges"]["paces"].items():
                 backend, _, peer = key.partition("/")
-                for term, seconds in terms.items():
-                    of("kvxfer_link_cost_seconds", self._named(peer), backend, term).set(seconds)
+                of("kvxfer_link_bytes_per_second", self._named(peer), backend).set(pace)
         if f"{NIXL}num_failed_transfers" in self._metrics:
             self._as_nixl(of, data)
 

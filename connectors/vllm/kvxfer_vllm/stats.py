@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from kvxfer.control.link import LinkStatus
 from kvxfer.engine import AnswerCounts, AskCounts
 from kvxfer.failures import FailureKind
-from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.values import Ended, Stats
 
 DELIVERED, COMPUTED, CANCELLED, ELSEWHERE = "delivered", "computed", "cancelled", "elsewhere"
@@ -65,7 +64,7 @@ class KVXferStats(KVConnectorStats):
     - ``prefixes``: by how much the counts of prefixes have grown; see ``prefix_metrics``.
     - ``counts``: by how much the agents' counts have grown.
     - ``gauges``: if one of them has changed on a rank, the current numbers of ``quarantined`` bytes, ``loads`` and ``leases``, and of
-      ``links`` by ``"role/back end"``, over all ranks, and the ``costs`` of links by ``"back end/host of the peer"``. vLLM tells each
+      ``links`` by ``"role/back end"``, over all ranks, and the ``paces`` of links by ``"back end/host of the peer"``. vLLM tells each
       change to one of its front ends, so each has all of it.
     """
 
@@ -146,11 +145,11 @@ class Gauges:
         self.values: dict[str, Any] = {name: getattr(stats, field) for field, name in GAUGES.items()}
         links = list(links)
         self.values["links"] = dict(Counter(f"{link.role}/{link.backend}" for link in links if link.up))
-        self.values["costs"] = {
-            f"{link.backend}/{_host(link.peer)}": _costs(link.cost)
-            for link in links
-            if link.up and link.cost is not None
-        }
+        # to two digits, so that little changes are not told
+        known = [
+            (f"{x.backend}/{_host(x.peer)}", float(f"{x.bytes_per_s:.2g}")) for x in links if x.up and x.bytes_per_s
+        ]
+        self.values["paces"] = _slowest(known)
 
 
 class RankGauges:
@@ -166,12 +165,8 @@ class RankGauges:
         self._links.update(kind for rank in news.values() for kind in rank["links"])
         ranks = self._by_rank.values()
         links = {kind: sum(rank["links"].get(kind, 0) for rank in ranks) for kind in sorted(self._links)}
-        costs: dict[str, dict[str, float]] = {}
-        for rank in ranks:
-            for key, terms in rank.get("costs", {}).items():
-                worst = costs.setdefault(key, {})
-                worst |= {of: max(seconds, worst.get(of, 0.0)) for of, seconds in terms.items()}
-        return {**{name: sum(rank[name] for rank in ranks) for name in GAUGES.values()}, "links": links, "costs": costs}
+        paces = _slowest(pace for rank in ranks for pace in rank["paces"].items())
+        return {**{name: sum(rank[name] for rank in ranks) for name in GAUGES.values()}, "links": links, "paces": paces}
 
 
 class PrefixNews:
@@ -194,10 +189,12 @@ class PrefixNews:
         return news
 
 
-def _costs(cost: LinkCost) -> dict[str, float]:
-    """Return what has been measured of a link, in seconds to three digits, so that it is not told again for nothing."""
-    found = {"part": cost.part, "row": cost.descriptor, "piece": cost.piece, "gigabyte": cost.byte * 1e9}
-    return {of: float(f"{seconds:.3g}") for of, seconds in found.items() if seconds is not None}
+def _slowest(paces: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the least pace of each key."""
+    found: dict[str, float] = {}
+    for key, pace in paces:
+        found[key] = min(pace, found.get(key, pace))
+    return found
 
 
 def _host(peer: str) -> str:

@@ -56,7 +56,6 @@ class Job:
         self.collateral = False
         self.nbytes = action.plan.nbytes
         self.begun = 0.0  # when the data thread began with it
-        self.share = 0.0  # the same by the share clock
         # Sends and receives of a link are submitted in the order of its parts, one whole part after the other, as the peer
         # expects. A job submits when it is the first in line.
         self.line: deque[Job] | None = None

@@ -28,9 +28,7 @@ class Hello(WireMessage, frozen=True, tag="hello"):
     piece_bytes: Count  # the size of its staged pieces
     integrity: Integrity = "off"
     facts: Facts = {}  # what all KV of the consumer depends on (``kvxfer.facts``)
-    # parts whose rows have fewer bytes on average come staged, unless ``FetchRequest.cost`` says better. Those that
-    # have fewer than a 64th of it must
-    stage_below: Count = 0
+    stage_below: Count = 0  # parts whose rows have fewer bytes on average must come staged
 
 
 class Welcome(WireMessage, frozen=True, tag="welcome"):

@@ -12,7 +12,6 @@ from msgspec import Meta
 
 from kvxfer.failures import FailureKind
 from kvxfer.identity import FIRST, TransferId
-from kvxfer.protocol.cost import LinkCost
 from kvxfer.protocol.messages.bounds import (
     NO_CHECKSUM,
     Band,
@@ -49,9 +48,6 @@ class FetchRequest(WireMessage, frozen=True, tag="fetch"):
     enough: Count = 0  # see ``Fetch``
     # whether parts of single bands of layers are wanted, because the link is slow; else each part holds all layers
     banded: bool = False
-    # what the consumer has found things to cost on the link, or what the producer is to act on as if it were that, to
-    # try another way than the best one; ``None``: the first guess of both sides decides how parts go
-    cost: LinkCost | None = None
     tail: bool = False  # see ``Fetch``
 
 
