@@ -5,14 +5,19 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tokenize
 import venv
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from kvxfer.backend.endpoint import new_token
+from kvxfer.geometry import Region
+from kvxfer.transport import Batch, Verb
 from kvxfer_bench.soak import measure
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +27,32 @@ PAGE = ROOT / "docs" / "writing-a-backend.md"
 
 sys.path.append(str(EXAMPLE))  # its own test file is the one on the page
 import test_kvxfer_shm  # noqa: E402
+from kvxfer_shm import Endpoint  # noqa: E402
 
 
 class TestShm(test_kvxfer_shm.TestShm):
     gigabytes = False
     rounds = 50
+
+
+def test_nothing_is_handed_over_before_the_peer_has_shown_that_the_link_is_its_own() -> None:
+    """It could be anybody who has carried the endpoint of another process here."""
+    memory = np.ones(1 << 16, np.uint8)
+    sender = test_kvxfer_shm.ShmTransport("p", {})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind("\0" + (name := f"kvxfer-shm-{os.urandom(16).hex()}"))
+        door.listen()
+        sender.register([Region(memory.ctypes.data, memory.nbytes)])
+        peer = sender.connect(sender.endpoint(), Endpoint("d", name, new_token()).encode())
+        sender.submit(Batch(Verb.SEND, peer, 0, np.array([memory.nbytes]), np.array([0])))
+        for _ in range(3):
+            sender.poll()
+        with door.accept()[0] as heard:
+            heard.setblocking(False)
+            assert heard.recv(1000), "its greeting"
+            with pytest.raises(BlockingIOError):
+                heard.recv(1000)
+    sender.close()
 
 
 def test_the_page_shows_all_of_it_in_order() -> None:

@@ -63,9 +63,9 @@ class Link:
         self.halves, self.sends, self.recvs, self.answers = {}, {}, {}, deque()
 
     def fill(self, piece_bytes):
-        """Hand over the next piece of the first SEND; returns whether there is one."""
+        """Hand over the next piece of the first SEND, once the peer is known; returns whether there is one."""
         half = next(iter(self.sends.values()), None)
-        if half is None or half.waits() or len(self.answers) == WINDOW:
+        if half is None or not self.line.up or half.waits() or len(self.answers) == WINDOW:
             return False
         batch, cursor = half.batch, half.cursor
         nbytes, fd = min(cursor.left, piece_bytes), os.memfd_create("kvxfer-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
