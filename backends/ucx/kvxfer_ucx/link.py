@@ -234,9 +234,10 @@ class Link:
 
         One that has heard the other's welcome answers it, and waits for the receipt: only with that has UCX all it
         needs to notice the other's death. It also waits for the other's answer, because the receipt of that must not come after
-        what this side sends: over a slow link, the other would then wait for it too long.
+        what this side sends: over a slow link, the other would then wait for it too long. On one host, the sockets have to show
+        that it is the process whose endpoint this is; UCX goes by tags alone.
         """
-        if self.connection is None:
+        if self.connection is None or (self.liveness is not None and not self.liveness.up):
             return False
         if self._met is None and self._welcome.done() and self._welcome.status == OK:
             self._met = self._messages.greet(self.connection.handle, self._tag(self.theirs, _WELCOME, 1))
