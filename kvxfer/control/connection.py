@@ -18,9 +18,8 @@ from itertools import count
 
 from kvxfer import clock
 from kvxfer.backend.liveness import BINDING_BYTES
+from kvxfer.control.broken import AT_ONCE, GONE, HTTP, KEYLESS, alert_for, mismatch, spoken, why_broken
 from kvxfer.control.frames import HEAD, FrameBuffer
-from kvxfer.control.mismatch import KEYLESS, alert_for, mismatch, spoken
-from kvxfer.control.wrong_place import AT_ONCE, GONE, HTTP, why_broken
 from kvxfer.identity import Address, Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from kvxfer import clock
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.turns import Turns
-from kvxfer.shares import NewcomerShares
+from kvxfer.shares import NewcomerShares, Turns
 
 MAX_INQUIRIES = 512
 """The most inquiries that wait for the engine."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvxfer import clock
+from kvxfer.control.broken import unanswered
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.sockets import ControlSockets, address
-from kvxfer.control.wrong_place import unanswered
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId

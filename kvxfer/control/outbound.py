@@ -16,11 +16,11 @@ from typing import ClassVar
 
 import msgspec
 
+from kvxfer.control.broken import unanswered
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.link import PEER_FRAME, LinkRecord, LinkTable, Lost
 from kvxfer.control.revocations import RevocationView
 from kvxfer.control.sockets import GUEST_FRAME, ControlSockets
-from kvxfer.control.wrong_place import unanswered
 from kvxfer.data.commands import Disconnect, EndpointMade, LinkNews
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import PeerError

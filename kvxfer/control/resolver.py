@@ -16,8 +16,8 @@ from typing import Protocol, TypeVar
 from kvxfer import clock
 from kvxfer import facts as f
 from kvxfer.control import sockets
+from kvxfer.control.broken import unanswered
 from kvxfer.control.outbound import Target
-from kvxfer.control.wrong_place import unanswered
 from kvxfer.data.policy import unlinkable
 from kvxfer.errors import PeerError
 from kvxfer.failures import Failure, FailureKind

@@ -1,8 +1,7 @@
 """Which bytes of one cache go where in another: layouts, sharding and copy plans. Pure: no I/O, no torch, no clock."""
 
 from kvxfer.geometry.assignment import Incompatible, ShardAssignment
-from kvxfer.geometry.bands import bands
-from kvxfer.geometry.cache import Cache
+from kvxfer.geometry.cache import Cache, bands
 from kvxfer.geometry.pattern import CopyPattern
 from kvxfer.geometry.plan import CopyPlan, Planner
 from kvxfer.geometry.region import Region

@@ -27,7 +27,7 @@ from kvxfer.geometry.tensor import HOST
 from kvxfer.geometry.tensors import parts_of
 from kvxfer.geometry.turns import TokenTurns
 from kvxfer.geometry.view import MAX_LAYERS, View
-from kvxfer.values import Group, Rank
+from kvxfer.values import MAX_BANDS, Group, Rank
 
 _MAX_BYTES = 1 << 60
 
@@ -241,3 +241,20 @@ class Cache(msgspec.Struct, frozen=True):
     def _strided(self, v: View) -> Strided:
         n = self.groups[v.group].block_tokens
         return Strided(v.offsets, v.axes(n), v.unit, v.block_stride, v.blocks, v.extent(n))
+
+
+def bands(cache: Cache) -> tuple[frozenset[str], ...]:
+    """Divide the layers of all ``full`` groups, in the order of the cache, into up to eight ranges of about equal length.
+
+    The KV of one band may move while the next is computed. Both sides of a link divide the producer's cache in the same way, so that
+    messages name a band by its index alone. Layers of other groups belong to no band, because their content is complete only once the
+    whole prompt is.
+
+    Args:
+        cache: The cache of a producer rank. Unless its layers are in the order in which they are computed, bands are of little use.
+    """
+    kept = (v.layers for v in cache.views if cache.groups[v.group].kind == "full")
+    layers = list(dict.fromkeys(layer for view in kept for layer in view))
+    n = min(MAX_BANDS, len(layers))
+    ends = [len(layers) * i // n for i in range(n + 1)] if n else [0]
+    return tuple(frozenset(layers[lo:hi]) for lo, hi in zip(ends, ends[1:], strict=False))

@@ -23,8 +23,7 @@ import numpy as np
 from msgspec.structs import force_setattr, replace
 
 from kvxfer.geometry.assignment import ShardAssignment, check_assignments
-from kvxfer.geometry.bands import bands
-from kvxfer.geometry.cache import Cache
+from kvxfer.geometry.cache import Cache, bands
 from kvxfer.geometry.segments import Cut, PlanError, Rows, Segments, cut_states, cut_tokens, cut_turns, greatest, join
 from kvxfer.geometry.strided_copy import Runs, StridedCopy, joined, materialise
 from kvxfer.geometry.turns import Shared

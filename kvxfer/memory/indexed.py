@@ -11,8 +11,7 @@ import torch
 
 from kvxfer.block_table import Ints
 from kvxfer.geometry import CopyPlan
-from kvxfer.memory.regions import Bytes, Side
-from kvxfer.memory.row_moves import row_moves
+from kvxfer.memory.regions import Bytes, Side, row_moves
 from kvxfer.memory.space import Space
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -33,8 +33,7 @@ from kvxfer.fence import Fence
 from kvxfer.geometry import HOST, CopyPlan, LogicalCopy, Region, StridedCopy
 from kvxfer.memory.checksum import Checksum, Sum, fine, logical_copies, spans, sum_of_packed
 from kvxfer.memory.fence import Done
-from kvxfer.memory.regions import Bytes, Regions, Side
-from kvxfer.memory.row_moves import row_moves
+from kvxfer.memory.regions import Bytes, Regions, Side, row_moves
 
 __all__ = ["SPACE_CONTRACTS", "HostSpace", "Space", "require_passed"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import Config
+from kvxfer.control.broken import spoken
 from kvxfer.control.lookup import look_up
-from kvxfer.control.mismatch import spoken
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId

@@ -1,11 +1,17 @@
-"""Tells when two sides cannot talk because of their keys: what TLS says then, and what a side without keys makes of TLS.
+"""What a connection means that cannot be made, breaks or stays silent: the wrong place, the wrong keys, a process that has ended.
 
-Trying again changes nothing about it, unlike about a connection that breaks.
+Trying again changes nothing about keys, unlike about a connection that breaks. So that is told apart: what TLS says then, and what a
+side without keys makes of TLS.
 """
 
 from __future__ import annotations
 
 import ssl
+
+AT_ONCE = "it closed the connection before it had said anything (do its 'peers' list this host, and is this its port?)"
+HTTP = "it answers in HTTP: this is not the port of an engine's directory, but of a server such as its API"
+GONE = "it closed the connection (its process ended, or it gave this side up)"
+_ENDS = ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError
 
 _ALERT, _HANDSHAKE, _TLS = 0x15, 0x16, 0x03
 _ACCESS_DENIED, _INSUFFICIENT_SECURITY = 49, 71
@@ -26,6 +32,25 @@ _OF_KEYS = (
     "ALERT_ACCESS_DENIED",
 )
 _PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG")
+
+
+def why_broken(error: OSError, connected: bool) -> str:
+    """Return what an error of a connection means.
+
+    ``connected``: whether a connection was made. A peer whose process ends with bytes unread resets it, and so that is told as its end is.
+    """
+    if connected and isinstance(error, _ENDS):
+        return GONE
+    why = getattr(error, "verify_message", "") or getattr(error, "reason", "") or error.strerror or str(error)
+    return f"the connection broke: {why}" if connected else f"it cannot be reached: {why}"
+
+
+def unanswered(seconds: float, connected: bool) -> str:
+    """Return that a peer has not answered for this time, and what is known of why; ``connected``: whether a connection was made."""
+    why = ", and no connection was made: its host is down, or a firewall or route drops packets"
+    if connected:
+        why = ", though it took the connection: it hangs, is overloaded, or is no engine of kvxfer"
+    return f"it did not answer within {seconds:g} s{why}"
 
 
 def mismatch(error: OSError, dialled: bool = False) -> str:
