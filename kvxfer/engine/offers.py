@@ -14,7 +14,7 @@ Others may be reading blocks when the engine lets go of them. They are kept unti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvxfer import arguments, clock
 from kvxfer.engine.notices import Notices
@@ -22,11 +22,15 @@ from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.stories import Stories
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import LAST, Generation, RequestId, Source, TransferId
-from kvxfer.schedule import Offering, OfferingState, OfferSchedule, ScheduleError
+from kvxfer.identity import FIRST, LAST, Generation, RequestId, Source, TransferId
+from kvxfer.logs import logger
+from kvxfer.schedule import Offering, OfferingState, OfferSchedule, Pin
 from kvxfer.schedule.producer import ABORTED
+from kvxfer.text import printable
 from kvxfer.ticket import Ticket
 from kvxfer.values import MAX_REASON, NULL, BlockTable, Group, OfferEnd, Rank
+
+log = logger("kvxfer.engine")
 
 _S = OfferingState
 
@@ -60,7 +64,7 @@ class Offers:
         self._windows = any(group.window for group in self._groups)
         self.elastic = False
         self.let_go: Callable[[Offering], None] = lambda found: None
-        self._leaving: list[Hashable] = []  # holders of blocks that the next step revokes
+        self._leaving: list[Pin] = []  # what the next step revokes
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
@@ -129,18 +133,19 @@ class Offers:
                 first, past = group.kept(tokens)
                 if table.count(g) >= past and not table.distinct(g, first, past):
                     self._tables.lists("table", table, g, first, past * group.block_tokens)
-            blocks = kept_blocks(self._groups, table, tokens).ids()
-            if not self._pins.hold(("computed", transfer), blocks):
+            pin = Pin(FIRST, set(kept_blocks(self._groups, table, tokens).ids()))
+            if not self._pins.hold(pin, pin.blocks):
                 return False
             try:
                 known = self.schedule.computed(transfer, digest, tokens, table)
+            finally:
                 if known is None:
-                    self._pins.drop(("computed", transfer))
-                    return False
-                known.came_at = known.begun_at = known.whole_at = clock.now()
-            except ScheduleError:
-                self._pins.drop(("computed", transfer))
-                raise
+                    self._pins.drop(pin)
+            if known is None:
+                return False
+            pin.generation = known.generation
+            known.pins.append(pin)
+            known.came_at = known.begun_at = known.whole_at = clock.now()
             self._notices.directory.begins(transfer, digest)
         return known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
 
@@ -148,7 +153,7 @@ class Offers:
         """Return whether blocks of this running request are offered, or pinned though its offer may be over."""
         found = self.schedule.of(request)
         return found is not None and (
-            found.tracked or found.request == request and (found.end is not None or found.read is not None)
+            found.tracked or found.request == request and (found.end is not None or found.running is not None)
         )
 
     def runs(self, request: RequestId, computed: int, scheduled: int, table: BlockTable) -> None:
@@ -165,7 +170,7 @@ class Offers:
         if found.request == request and found.computed:
             if self._windows and computed + scheduled >= found.total and found.end is None:
                 end = table.only(_end(group, found.total) for group in self._groups)
-                if self._pins.keep(("end", found.number), end.ids()):
+                if self._pins.keep(found, end.ids()):
                     found.end = end
             self.schedule.step(request, computed, scheduled, table, found.end)
             if self.elastic or self._writes_early:
@@ -178,41 +183,45 @@ class Offers:
 
     def _pin(self, found: Offering) -> None:
         """Pin the blocks that are new in a running request's offer."""
-        if found.read is not None and found.read[0] != found.generation:
-            self._keep_revoked(found)  # preempted without a call of ``preempted``
-            self._unpin_read(found)
+        if found.running is not None and found.running.generation != found.generation:
+            self._taken(found)  # preempted without a call of ``preempted``
         if not (self.elastic or found.final):
             return
-        read = found.read or (found.generation, set())
-        new = set(found.blocks.ids()) - read[1]
-        if new and self._pins.keep(_reading(found, read[0]), new):
-            read[1].update(new)
-            found.read = read
+        running = found.running or Pin(found.generation)
+        new = set(found.blocks.ids()) - running.blocks
+        if new and self._pins.keep(running, new):
+            running.blocks |= new
+            found.running = running
 
     def preempted(self, request: RequestId) -> None:
         """Record that the engine has taken the request's blocks away. Those that were offered are revoked."""
         self.schedule.preempt(request)
         found = self.schedule.of(request)
         if found is not None and found.request == request:
-            self._keep_revoked(found)
-            self._unpin_read(found)
-            if found.end is not None:
-                found.end = None
-                self._pins.drop(("end", found.number))
+            self._taken(found)
+            found.end = None
+            self._pins.drop(found)
 
-    def _keep_revoked(self, found: Offering) -> None:
-        """Keep the pinned blocks of a request's offer, if they are elastic, until all ranks have said that nobody reads them."""
-        if found.read is None or not self.elastic:
-            return
-        generation, blocks = found.read
-        if self._pins.quarantine(("revoked", found.number), blocks):
-            found.revoked = generation, {rank for rank, until in found.done.items() if until >= generation}
+    def _taken(self, found: Offering) -> None:
+        """Unpin what others may be reading of a running request's offer; what is elastic only once all ranks have said that nobody does."""
+        running, found.running = found.running, None
+        if running is not None:
+            if self.elastic:
+                self._hold(found, running.generation, running.blocks)
+            self._pins.drop(running)
 
-    def _unpin_read(self, found: Offering) -> None:
-        """Unpin the blocks of a request's offer, which are not read any more or are kept in another way."""
-        if found.read is not None:
-            self._pins.drop(_reading(found, found.read[0]))
-            found.read = None
+    def _hold(self, found: Offering, generation: Generation, blocks: Collection[int]) -> bool:
+        """Pin blocks that the engine gives up, until all ranks are done with this generation; log it if that is not possible."""
+        pin = Pin(generation, set(blocks))
+        if held := self._pins.hold(pin, pin.blocks):
+            found.pins.append(pin)
+        else:
+            log.warning(
+                "request %s: %d blocks are given back while a transfer may still touch them",
+                printable(found.request),
+                len(blocks),
+            )
+        return held
 
     def finished(self, request: RequestId, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
         """Record that the request is over, with this block table at its end; return whether the engine must keep its blocks.
@@ -230,32 +239,30 @@ class Offers:
             return self.schedule.finish(request, table, complete)
         end = offering.end
         whole = table if end is None else table.filled(end)
-        kept: bool | None = None  # by a bug of a table, which has had it withdrawn
+        kept = False
         with self.schedule.door.of(request):
             kept = self.schedule.finish(
                 request, whole, complete, good and not complete, lambda: self._keep(offering, found)
             )
+        running, offering.running = offering.running, None
         if kept:
-            self._unpin_read(offering)
+            self._pins.drop(running)
             return True
-        if kept is None:
-            self._leaving.append(("kept", offering.number))
         if not complete and not good and offering.ended is None:
             offering.ended = OfferEnd(Failure(FailureKind.WITHDRAWN, ABORTED), 0, clock.now())
             self._stories.offer_ended(offering, offering.ended)
-        if offering.read is not None:
-            self._leaving.append(_reading(offering, offering.read[0]))
-            offering.read = None
-        self._pins.drop(("end", offering.number))  # last, because only blocks that are still in use can be pinned
+        if running is not None:
+            self._leaving.append(running)
+        self._pins.drop(offering)  # last, because only blocks that are still in use can be pinned
         return False
 
     def _keep(self, offering: Offering, found: bool) -> bool:
         """Keep blocks that others may be reading of a request that has failed; return whether they are kept until all are done."""
-        if self.elastic and offering.read is not None:
-            self._keep_revoked(offering)
+        if self.elastic and offering.running is not None:
+            self._hold(offering, offering.running.generation, offering.running.blocks)
             return False
         blocks = offering.blocks.ids() if offering.computed and found else ()
-        return bool(blocks) and self._pins.quarantine(("kept", offering.number), blocks)
+        return bool(blocks) and self._hold(offering, offering.generation, blocks)
 
     # --- what ranks report ---------------------------------------------------------------------------------------------
 
@@ -267,12 +274,11 @@ class Offers:
     def unread(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> None:
         """Record that nobody reads from some ranks any more what was offered of a transfer, up to a generation."""
         for found in list(self.schedule.under(transfer)):
-            if found.revoked is not None:
-                generation, quiet = found.revoked
-                quiet.update(rank for rank, until in ranks.items() if until >= generation)
-                if len(quiet) >= self._ranks:
-                    found.revoked = None
-                    self._pins.drop(("revoked", found.number))
+            found.quiet |= {r: max(g, found.quiet.get(r, g)) for r, g in ranks.items() if g >= found.born}
+            for pin in found.pins[:] if len(found.quiet) >= self._ranks else ():
+                if pin.generation <= min(found.quiet.values()):
+                    self._pins.drop(pin)
+                    found.pins.remove(pin)
                     self.schedule.forget(found)
 
     def ended(self, transfer: TransferId, ranks: Mapping[Rank, OfferEnd]) -> None:
@@ -287,23 +293,19 @@ class Offers:
         self.unread(transfer, ranks)
         freed = None
         for found in list(self.schedule.under(transfer)):
-            for rank, generation in ranks.items():
-                if generation >= found.born:
-                    found.done[rank] = max(generation, found.done.get(rank, generation))
+            found.done |= {r: max(g, found.done.get(r, g)) for r, g in ranks.items() if g >= found.born}
             if len(found.done) >= self._ranks and self._done(found, min(found.done.values())):
                 freed = found.request or freed
         return freed
 
     def _done(self, found: Offering, generation: Generation) -> bool:
         """Record that all ranks are done with an offering up to a generation; return whether its held blocks are now free."""
-        if found.read is not None and found.read[0] <= generation:
-            self._unpin_read(found)
+        if found.running is not None and found.running.generation <= generation:
+            self._pins.drop(found.running)
+            found.running = None
         freed = self.schedule.done(found, generation)
         if found.state is _S.CLOSED and found.over:
-            for holder in (
-                (("kept", found.number), ("end", found.number)) if found.request else (("computed", found.transfer),)
-            ):
-                self._pins.drop(holder)
+            self._pins.drop(found)
             if not found.request:
                 self.let_go(found)
         return freed
@@ -318,11 +320,6 @@ class Offers:
     def unfinished(self) -> bool:
         """Whether blocks are pinned for requests that the engine may have forgotten."""
         return bool(self._leaving or self._pins.holding)
-
-
-def _reading(found: Offering, generation: Generation) -> Hashable:
-    """Under which the blocks of a running request are pinned that others may be reading."""
-    return "read", found.number, generation
 
 
 def _end(group: Group, total: int) -> tuple[int, int]:

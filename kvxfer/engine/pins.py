@@ -8,14 +8,11 @@ read or write.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from kvxfer import arguments
-from kvxfer.logs import logger
-
-log = logger("kvxfer.engine")
 
 
 @runtime_checkable
@@ -60,7 +57,7 @@ class BlockPins:
     """References to blocks, by holder.
 
     Args:
-        limit: The most blocks that ``hold`` and ``quarantine`` may hold at a time: a quarter of the pool, say. In an elastic pool it never
+        limit: The most blocks that ``hold`` may hold at a time: a quarter of the pool, say. In an elastic pool it never
             holds more than a quarter of the blocks that can be in use.
         pool: The engine's pool. It may be bound later; until then nothing is held.
     """
@@ -111,13 +108,6 @@ class BlockPins:
     def holding(self) -> bool:
         """Whether blocks are held for which no request of the engine stands."""
         return bool(self._held)
-
-    def quarantine(self, holder: Hashable, blocks: Sequence[int] | Set[int]) -> bool:
-        """Pin blocks that nobody needs any more and a transfer may still touch, as ``hold`` does; log it if that fails."""
-        held = self.hold(holder, blocks)
-        if not held:
-            log.warning("%s: %d blocks are given back while a transfer may still touch them", holder, len(blocks))
-        return held
 
     def drop(self, holder: Hashable) -> None:
         """Give up all references of ``holder``, if it has any."""

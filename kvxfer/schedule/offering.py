@@ -75,6 +75,14 @@ OFFERING: Transitions[OfferingState, OfferingEvent] = Transitions(
 
 
 @dataclass(slots=True, eq=False)
+class Pin:
+    """Blocks of an offering that stay as they are until all ranks are done with a generation, whatever the engine does with them."""
+
+    generation: Generation
+    blocks: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
 class Offering(Life[OfferingState, OfferingEvent]):
     """One transfer that is offered. What is listed in ``blocks`` has been offered in ``generation``."""
 
@@ -101,9 +109,10 @@ class Offering(Life[OfferingState, OfferingEvent]):
     sharers: dict[RequestId, str] = field(default_factory=dict)  # other requests that offer it, and their answers
 
     end: BlockTable | None = None  # the blocks that windows held of the end of the prompt, if they are pinned
-    read: tuple[Generation, set[int]] | None = None  # pinned while its request runs: others may be reading them
-    revoked: tuple[Generation, set[Rank]] | None = None  # taken away but still pinned, and the ranks done with it
+    running: Pin | None = None  # what others may be reading while its request runs
+    pins: list[Pin] = field(default_factory=list)  # what the engine has given up, or never had
     done: dict[Rank, Generation] = field(default_factory=dict)  # up to which generation each rank is
+    quiet: dict[Rank, Generation] = field(default_factory=dict)  # up to which none is read from each rank
 
     came_at: float = 0.0  # when it was offered first
     begun_at: float = 0.0  # when the first tokens of it were computed

@@ -106,7 +106,7 @@ class Offerings:
 
     def forget(self, found: Offering) -> None:
         """Drop the record of an offering that is closed, once nobody asks about it."""
-        if found.state is not OfferingState.CLOSED or not found.over or found.sharers or found.revoked is not None:
+        if found.state is not OfferingState.CLOSED or not found.over or found.sharers or found.pins:
             return
         known = self._transfers.get(found.transfer, [])
         if found not in known:

@@ -505,7 +505,7 @@ def test_pins_hold_what_was_freed_up_to_their_limit() -> None:
     pins = BlockPins(4)
     assert not pins.keep("h", blocks), "there is no pool yet"
     pins.bind(pool)
-    assert pins.quarantine("a", blocks[:3]) and not pins.quarantine("b", blocks[3:5]) and pins.keep("c", blocks[:1])
+    assert pins.hold("a", blocks[:3]) and not pins.hold("b", blocks[3:5]) and pins.keep("c", blocks[:1])
     pool.free(blocks)
     assert pool.used() == 3 and len(pins) == 4 and not pins.pool_unused
     for holder in "abc":

@@ -65,8 +65,8 @@ def test_quarantine_is_a_quarter_of_what_can_have_memory(pool: Any) -> None:
     """And not of all 400 blocks, which would be more than all the memory that there is."""
     pins = BlockPins(BLOCKS // 4, VllmBlockPool(pool))
     ids = [block.block_id for block in pool.get_new_blocks(30)]
-    assert pins.quarantine("one", ids[: ROOM // 4])
-    assert not pins.quarantine("another", ids[ROOM // 4 : ROOM // 4 + 1])
+    assert pins.hold("one", ids[: ROOM // 4])
+    assert not pins.hold("another", ids[ROOM // 4 : ROOM // 4 + 1])
     pins.drop("one")
 
 
