@@ -50,7 +50,7 @@ BY_SOMETHING_ELSE = {
     "Dispatch._prepared": "engine",
     "LinkPaces._links": "address",
     "PrefixAnswers._held": "connection",
-    "PrefixAnswers._taken": "number of an offering",
+    "PrefixAnswers._taken": "offering",
     "PrefixIndex._latest": "link of a chain",
     "PrefixIndex._names": "prefix",
     "PrefixPool._held": "block",

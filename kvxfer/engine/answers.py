@@ -18,7 +18,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
-from kvxfer.schedule import Chain, Offering, OfferingNumber, OfferSchedule
+from kvxfer.schedule import Chain, Offering, OfferSchedule
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.shares import NewcomerShares
 from kvxfer.values import MAX_TOKENS, BlockTable, Group
@@ -109,9 +109,9 @@ class PrefixAnswers:
         self._exact = any(group.kind == "state" for group in groups)
         self._shares: NewcomerShares[Hashable] = NewcomerShares(limit)  # of the blocks
         self._places: NewcomerShares[Hashable] = NewcomerShares(MAX_HELD)
-        self._taken: dict[OfferingNumber, _Taken] = {}  # what has a share
+        self._taken: dict[Offering, _Taken] = {}  # what has a share
         # Those that may be given up, the oldest first.
-        self._held: dict[ControlConnection, dict[OfferingNumber, _Taken]] = {}
+        self._held: dict[ControlConnection, dict[Offering, _Taken]] = {}
         offers.let_go = self._give_back
         self._complain = RateLimitedWarnings(log)
         self.counts = AnswerCounts()
@@ -196,22 +196,22 @@ class PrefixAnswers:
         self._places.take(inquiry.peer, 1)
         offering = self._schedule.current(transfer)
         assert offering is not None
-        taken = self._taken[offering.number] = _Taken(offering, inquiry, blocks)
-        self._held.setdefault(inquiry.connection, {})[offering.number] = taken
+        taken = self._taken[offering] = _Taken(offering, inquiry, blocks)
+        self._held.setdefault(inquiry.connection, {})[offering] = taken
         self.counts.held += 1
         self.counts.tokens += tokens
         return m.InquiryAnswer(transfer, self._directory.epoch, tokens, digest)
 
     def _give_back(self, offering: Offering) -> None:
         """Give back the share of an answer whose blocks are let go of."""
-        taken = self._taken.pop(offering.number, None)
+        taken = self._taken.pop(offering, None)
         if taken is None:
             return
         self._shares.give(taken.inquiry.peer, taken.blocks)
         self._places.give(taken.inquiry.peer, 1)
         connection = taken.inquiry.connection
         held = self._held.get(connection, {})
-        if held.pop(offering.number, None) is not None and not held:
+        if held.pop(offering, None) is not None and not held:
             del self._held[connection]
 
     def short_of_blocks(self) -> None:
@@ -220,7 +220,7 @@ class PrefixAnswers:
         for connection, held in list(self._held.items()):
             old = list(takewhile(lambda one: now - one.offering.came_at >= YIELD_S, held.values()))
             for taken in old:
-                del held[taken.offering.number]
+                del held[taken.offering]
                 self._schedule.withdraw(taken.offering.transfer, "the producer's own requests need the blocks")
             if not held:
                 del self._held[connection]

@@ -93,7 +93,7 @@ class LoadEnds:
             self._repeated.append(load.request)
         if load.under_way and load.writing and not writing:
             # The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
-            load.pinned = self._pins.keep(load.holder, load.blocks.ids())
+            load.pinned = self._pins.keep(load, load.blocks.ids())
             self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
         if writing and not load.writing:
             self._schedule.on(load, _E.QUIET if load.told else _E.QUIET_EARLY)

@@ -79,14 +79,14 @@ class Prefetches:
         if not self._copying.fits(tokens - start, max(self._budget - expected, spare)):
             return False
         spans = [self._span(group, start, tokens) for group in self._groups]
-        taken = self._pins.borrow(load.holder, sum(past - first for first, past in spans))
+        taken = self._pins.borrow(load, sum(past - first for first, past in spans))
         if taken is None:
             return False
         rows = [[NULL] * first + [taken.pop() for _ in range(first, past)] for first, past in spans]
         try:
             self._schedule.fetch(load.request, BlockTable.of(rows), start, tokens - start, _E.FETCH_AHEAD)
         except ScheduleError:
-            self._pins.drop(load.holder)
+            self._pins.drop(load)
             raise
         load.expected = expected
         return True

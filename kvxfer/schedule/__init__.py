@@ -9,7 +9,7 @@ from kvxfer.schedule.chain import Chain, Prefix
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, RankResult, Revoke, ScheduleError, StepCommands
 from kvxfer.schedule.consumer import FetchSchedule
 from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
-from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingNumber, OfferingState, Pin
+from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingState, Pin
 from kvxfer.schedule.prefix_index import KnownPrefix, PrefixIndex
 from kvxfer.schedule.producer import OfferSchedule
 from kvxfer.transitions import Bulkhead
@@ -34,7 +34,6 @@ __all__ = [
     "PrefixOffer",
     "Offering",
     "OfferingEvent",
-    "OfferingNumber",
     "OfferingState",
     "Pin",
     "Prefix",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from kvxfer.identity import Handle, RequestId, Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
-from kvxfer.schedule.load import ENTERED, LEFT, Load, LoadAction, LoadEvent, LoadNumber, LoadState, Wanted
+from kvxfer.schedule.load import ENTERED, LEFT, Load, LoadAction, LoadEvent, LoadState, Wanted
 from kvxfer.transitions import Bulkhead
 from kvxfer.values import BlockTable, Fetch, Group
 
@@ -48,7 +48,6 @@ class FetchSchedule:
         self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
         self.working: list[Load] = []
         self.unpin: Callable[[Hashable], None] = lambda holder: None
-        self._numbers = 0
         self.fetched = 0
         self.fetches: list[Fetch] = []
         self._cancels: list[tuple[Load, Cancel]] = []
@@ -127,9 +126,7 @@ class FetchSchedule:
                 self.decline(wanted.transfer, digest, source, "another request of this engine loads it")
             fetching = any(load.is_sync or load.state in (_S.MOVING, _S.REPEATED) for load in wanted.loads)
             state = _S.CLOSED if wanted.closed else _S.SHARED if fetching else state
-        self._numbers += 1
-        load = Load(LoadNumber(self._numbers), request, wanted, state)
-        self._loads[request] = load
+        load = self._loads[request] = Load(request, wanted, state)
         wanted.answers.add(answer)
         wanted.loads.append(load)
         if offered and not tokens and not wanted.closed:
@@ -185,7 +182,7 @@ class FetchSchedule:
         blocks = self.fills(table, computed, end)
         unused = self.unused(request, blocks)
         self.on(load, event)
-        self._ledger.claim(load.holder, unused, f"the load of request {request}", fills=True)
+        self._ledger.claim(load, unused, f"the load of request {request}", fills=True)
         wanted = load.wanted
         for sibling in wanted.loads:
             if sibling is not load:
@@ -253,9 +250,9 @@ class FetchSchedule:
         if before is not state:
             self._act(load, before, _E.GIVE_UP, "a bug has ended it")
         if state is _S.CLOSED:  # also what was claimed for a move that was refused
-            self._ledger.drop(load.holder)
+            self._ledger.drop(load)
             self._ledger.drop(load.copier)
-            self.unpin(load.holder)
+            self.unpin(load)
 
     def _act(self, load: Load, before: LoadState, event: LoadEvent, reason: str) -> None:
         """Do what is to be done with a move that has been made."""
@@ -264,12 +261,12 @@ class FetchSchedule:
                 case _A.CANCEL:
                     self._cancels.append((load, Cancel(load.request, reason)))
                 case _A.FILLED:
-                    self._ledger.drop(load.holder)
+                    self._ledger.drop(load)
                     by = f"the prefetch of request {load.request}"
-                    self._ledger.claim(load.holder, self._ledger.all(load.blocks), by, fills=False)
+                    self._ledger.claim(load, self._ledger.all(load.blocks), by, fills=False)
                 case _A.LET_GO if load.fetched is not None:
-                    self._ledger.drop(load.holder)
-                    self.unpin(load.holder)
+                    self._ledger.drop(load)
+                    self.unpin(load)
                 case _A.NOT_COPIED:
                     self._ledger.drop(load.copier)
                 case _A.CLOSE if not load.wanted.closed:

@@ -13,19 +13,16 @@ engine knows to be over may live on for a while (``WRITTEN``, ``REPEATED``), and
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import ClassVar, NewType
+from typing import ClassVar
 
 from kvxfer.failures import Failure
 from kvxfer.identity import Generation, RequestId, Source, TransferId
 from kvxfer.schedule.commands import RankResult
 from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, Rank, Stages
-
-LoadNumber = NewType("LoadNumber", int)
-"""The serial number of a load, which no other load of the engine has, has had or will have."""
 
 
 class LoadState(enum.StrEnum):
@@ -194,7 +191,6 @@ class Load(Life[LoadState, LoadEvent]):
 
     table: ClassVar = LOAD
 
-    number: LoadNumber  # the load's serial number
     request: RequestId  # the engine's name of the request
     wanted: Wanted  # the transfer
     state: LoadState  # where it is; see ``LOAD``
@@ -271,11 +267,6 @@ class Load(Life[LoadState, LoadEvent]):
         return len(self.generations) <= 1 and self.short is None
 
     @property
-    def holder(self) -> tuple[str, LoadNumber]:
-        """Under which its blocks are claimed and pinned."""
-        return "load", self.number
-
-    @property
-    def copier(self) -> tuple[str, LoadNumber]:
-        """Under which the blocks are claimed to which it is copied."""
-        return "copy", self.number
+    def copier(self) -> Hashable:
+        """Under which the blocks are claimed to which it is copied; the load itself is the holder of those that it fills."""
+        return self, "copied"

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import ClassVar, NewType
+from typing import ClassVar
 
 from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.transitions import Life, Transitions, pairs
 from kvxfer.values import BlockTable, OfferEnd, Rank
-
-OfferingNumber = NewType("OfferingNumber", int)
-"""The serial number of an offering, which no other offering of the engine has, has had or will have."""
 
 
 class OfferingState(enum.StrEnum):
@@ -88,7 +85,6 @@ class Offering(Life[OfferingState, OfferingEvent]):
 
     table: ClassVar = OFFERING
 
-    number: OfferingNumber
     request: RequestId  # the engine's name of the request whose blocks are offered; empty: they are no request's
     answer: str  # the name of the answer to that request
     transfer: TransferId
@@ -96,7 +92,7 @@ class Offering(Life[OfferingState, OfferingEvent]):
     total: int  # how many tokens will be offered in the end
     consumers: int  # how many engines have not declined it
     stops: bool  # whether nothing is computed after ``total``
-    born: Generation  # the first generation
+    born: Generation  # the first generation, which no other offering has
     generation: Generation
     blocks: BlockTable
     state: OfferingState = OfferingState.RUNNING

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from kvxfer.identity import FIRST, Generation, RequestId, TransferId
-from kvxfer.schedule.offering import Offering, OfferingNumber, OfferingState
+from kvxfer.schedule.offering import Offering, OfferingState
 from kvxfer.values import BlockTable, Group
 
 
@@ -13,7 +13,6 @@ class Offerings:
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = tuple(groups)
         self._nothing = BlockTable((b"",) * len(self._groups))
-        self._numbers = 0
         self._generation = FIRST
         self._live: dict[RequestId, Offering] = {}  # by the engine's name of the request
         self._transfers: dict[TransferId, list[Offering]] = {}  # the last one is that which consumers are served from
@@ -40,7 +39,7 @@ class Offerings:
     def __iter__(self) -> Iterator[Offering]:
         """Yield all offerings, the oldest first. Any thread, and they may change meanwhile."""
         found = [one for known in self._transfers.copy().values() for one in known]
-        return iter(sorted(found, key=lambda one: one.number))
+        return iter(sorted(found, key=lambda one: one.born))
 
     def run_by(self, request: RequestId) -> Offering | None:
         """Return the offering of which a running request's blocks are offered."""
@@ -86,10 +85,8 @@ class Offerings:
     def _add(
         self, request: RequestId, transfer: TransferId, digest: bytes, tokens: int, stops: bool, answer: str
     ) -> Offering:
-        self._numbers += 1
-        number, born = OfferingNumber(self._numbers), self._next_generation()
-        what = transfer, digest, tokens, 1, stops
-        new = Offering(number, request, answer, *what, born, born, self._nothing)
+        born = self._next_generation()
+        new = Offering(request, answer, transfer, digest, tokens, 1, stops, born, born, self._nothing)
         new.answers.add(answer)
         if request:
             self._live[request] = new
