@@ -116,8 +116,12 @@ class Asks:
     def _counts(self, ask: Ask) -> AskCounts:
         return self.counts.setdefault(ask.kind, AskCounts())
 
-    def awaits(self, request: RequestId, computed: int) -> bool:
-        """Return whether answers are still to come. If not, the load of the best one begins, if that pays."""
+    def advance(self, request: RequestId, computed: int) -> bool:
+        """Go on with a question: ask, wait while the engine has nothing else to do, and begin the load of the best answer if that pays.
+
+        Returns:
+            Whether answers are still to come.
+        """
         ask = self._asks.get(request)
         if ask is None or ask.state is _S.CLOSED:
             return False
@@ -194,7 +198,7 @@ class Asks:
             ask.taken = best
             ask.on(_E.TAKE)
         else:
-            ask.on(_E.NOTHING if most <= 0 else _E.DEAR)
+            ask.on(_E.NOTHING if most <= 0 else _E.NOT_WORTH_IT)
             counts.refused += max(most, 0)
         self._close(ask, "another source is better" if ask.taken else "the consumer computes the prompt")
 

@@ -85,7 +85,7 @@ class LoadEnds:
         writing = load.writing
         self._early.append(load)
         load.told_on.add(result.rank)
-        if load.under_way or load.state is _S.WRITTEN:
+        if load.under_way or load.state is _S.UNQUIET:
             load.results[result.rank] = result
         if load.under_way:
             load.failure = load.failure or result.failure
@@ -118,7 +118,7 @@ class LoadEnds:
     def _told(self, load: Load) -> bool:
         """Record that steps have told of a load's end on all ranks; return whether the engine was told early that it is here."""
         load.told = True
-        early = load.state is _S.REPEATED and load.failure is None
+        early = load.state is _S.AWAITS_STEP and load.failure is None
         if load.state is not _S.CLOSED:
             self._schedule.on(load, _E.REPEAT)
         return early
@@ -165,7 +165,7 @@ class LoadEnds:
         """Make the move of a load whose end the engine is told; return False if a bug has refused it, with which the load has failed."""
         with self._schedule.door.of(load.request):
             told = _E.ENDED if load.told else _E.ENDED_EARLY
-            self._schedule.on(load, _E.ENDED_WRITTEN if load.writing else told)
+            self._schedule.on(load, _E.ENDED_UNQUIET if load.writing else told)
             return True
         load.failure = load.failure or Failure(FailureKind.MISUSE, "a bug of kvxfer's has ended it")
         return False

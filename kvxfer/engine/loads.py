@@ -157,7 +157,7 @@ class Loads:
             return False
         if load.state in (_S.ADMITTED, _S.COPYING):
             return len(load.copied) >= self._ranks
-        return load.state is not _S.REPEATED or load.told
+        return load.state is not _S.AWAITS_STEP or load.told
 
     def preempted(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
@@ -245,5 +245,5 @@ class Loads:
         return any(load.writing or load.state in UNSEEN for load in self.schedule.working)
 
 
-UNSEEN = frozenset((_S.AHEAD, _S.ADMITTED, _S.COPYING, _S.ABANDONED, _S.WRITTEN, _S.REPEATED))
+UNSEEN = frozenset((_S.AHEAD, _S.ADMITTED, _S.COPYING, _S.ABANDONED, _S.UNQUIET, _S.AWAITS_STEP))
 """States in which the engine waits for nothing, and yet must go on making steps."""

@@ -255,7 +255,7 @@ class Requests:
         """
         request = _request(request)
         computed = _count("computed", computed)
-        return None if self._asks.awaits(request, computed) else self.loads.loadable(request, computed)
+        return None if self._asks.advance(request, computed) else self.loads.loadable(request, computed)
 
     def failure(self, request: str) -> Failure | None:
         """Return why nothing is loaded for a request, if its load was given up or has failed before the request had blocks."""

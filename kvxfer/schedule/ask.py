@@ -32,7 +32,7 @@ class AskEvent(enum.StrEnum):
     SEND = "engine looks for blocks for the request"
     TAKE = "the best answer pays"
     NOTHING = "no source holds anything, or none has said so in time"
-    DEAR = "no answer pays"
+    NOT_WORTH_IT = "no answer pays"
     DELIVERED = "its load is delivered"
     FAILED = "its load has failed"
     GIVE_UP = "request over, or admitted before it is decided"
@@ -45,14 +45,14 @@ ASK: Transitions[AskState, AskEvent] = Transitions(
         (_S.NEW, _E.SEND): _S.OUT,
         (_S.NEW, _E.GIVE_UP): _S.CLOSED,
         (_S.OUT, _E.TAKE): _S.LOADING,
-        **{(_S.OUT, e): _S.CLOSED for e in (_E.NOTHING, _E.DEAR, _E.GIVE_UP)},
+        **{(_S.OUT, e): _S.CLOSED for e in (_E.NOTHING, _E.NOT_WORTH_IT, _E.GIVE_UP)},
         **{(_S.LOADING, e): _S.CLOSED for e in (_E.DELIVERED, _E.FAILED, _E.GIVE_UP)},
     },
     ignored={"it is closed": pairs((_S.CLOSED,), (_E.DELIVERED, _E.FAILED, _E.GIVE_UP))},
     never={
         "sources are asked once": pairs((_S.OUT, _S.LOADING, _S.CLOSED), (_E.SEND,)),
         "it is decided once, after they have been asked": pairs(
-            (_S.NEW, _S.LOADING, _S.CLOSED), (_E.TAKE, _E.NOTHING, _E.DEAR)
+            (_S.NEW, _S.LOADING, _S.CLOSED), (_E.TAKE, _E.NOTHING, _E.NOT_WORTH_IT)
         ),
         "nothing is loaded yet": pairs((_S.NEW, _S.OUT), (_E.DELIVERED, _E.FAILED)),
     },

@@ -7,7 +7,7 @@ A request of an engine loads the first tokens of its prompt from another engine,
   the request is admitted, and the workers copy the blocks in that very step.
 
 What the engine is told of an end and the moment from which nothing writes to the blocks any more are two events. So a load that the
-engine knows to be over may live on for a while (``WRITTEN``, ``REPEATED``), and another one must not have its name until it is closed.
+engine knows to be over may live on for a while (``UNQUIET``, ``AWAITS_STEP``), and another one must not have its name until it is closed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class LoadState(enum.StrEnum):
     MOVING = "moving"  # async: on its way to the request's blocks
     CANCELLED = "cancelled"  # async: nobody needs it any more, or it has failed; the ranks have not told all of its end
     # async: the engine knows that it has failed; its blocks, which are pinned, may still be written to
-    WRITTEN = "written"
-    REPEATED = "repeated"  # async: the engine knows the end; a step has yet to repeat it
+    UNQUIET = "unquiet"
+    AWAITS_STEP = "awaits step"  # async: the engine knows the end; a step has yet to repeat it
     CLOSED = "closed"  # nothing of it comes, now or later; the record goes with its request
 
 
@@ -62,7 +62,7 @@ class LoadEvent(enum.StrEnum):
     FAILED = "failed while a rank may still write"
     ENDED = "end reported to the engine"
     ENDED_EARLY = "end reported to the engine, a step will repeat it"
-    ENDED_WRITTEN = "end reported to the engine, a rank may still write"
+    ENDED_UNQUIET = "end reported to the engine, a rank may still write"
     QUIET = "no rank writes any more"
     QUIET_EARLY = "no rank writes any more, a step will repeat the end"
     REPEAT = "steps have reported the end to all"
@@ -71,10 +71,10 @@ class LoadEvent(enum.StrEnum):
 _S, _E = LoadState, LoadEvent
 _BEFORE = (_S.WAITING, _S.OPEN, _S.SHARED)
 _SYNC = (_S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.ABANDONED)
-_TOLD = (_S.WRITTEN, _S.REPEATED)
+_TOLD = (_S.UNQUIET, _S.AWAITS_STEP)
 _UNDER_WAY = (_S.MOVING, _S.CANCELLED)
 _AWAY = (_E.TAKE_BLOCKS, _E.GIVE_UP)
-_ENDS = (_E.ENDED, _E.ENDED_EARLY, _E.ENDED_WRITTEN)
+_ENDS = (_E.ENDED, _E.ENDED_EARLY, _E.ENDED_UNQUIET)
 
 
 def _but(*states: LoadState) -> set[LoadState]:
@@ -101,11 +101,11 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         (_S.OPEN, _E.FETCH): _S.MOVING,
         **{(_S.MOVING, e): _S.CANCELLED for e in (*_AWAY, _E.FAILED)},
         **{(s, _E.ENDED): _S.CLOSED for s in _UNDER_WAY},
-        **{(s, _E.ENDED_EARLY): _S.REPEATED for s in _UNDER_WAY},
-        (_S.CANCELLED, _E.ENDED_WRITTEN): _S.WRITTEN,
-        (_S.WRITTEN, _E.QUIET): _S.CLOSED,
-        (_S.WRITTEN, _E.QUIET_EARLY): _S.REPEATED,
-        (_S.REPEATED, _E.REPEAT): _S.CLOSED,
+        **{(s, _E.ENDED_EARLY): _S.AWAITS_STEP for s in _UNDER_WAY},
+        (_S.CANCELLED, _E.ENDED_UNQUIET): _S.UNQUIET,
+        (_S.UNQUIET, _E.QUIET): _S.CLOSED,
+        (_S.UNQUIET, _E.QUIET_EARLY): _S.AWAITS_STEP,
+        (_S.AWAITS_STEP, _E.REPEAT): _S.CLOSED,
     },
     ignored={
         "it does not wait for its producer": pairs(_but(_S.WAITING), (_E.BEGUN,)),
@@ -119,7 +119,7 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         "its tokens are on their way": frozenset({(_S.MOVING, _E.NOT_NEEDED)}),
         "its end is known": pairs(_TOLD, (*_AWAY, _E.NOT_NEEDED, _E.FAILED)),
         "the engine has no report yet": pairs(_UNDER_WAY, (_E.REPEAT,)),
-        "its blocks are not quiet": frozenset({(_S.WRITTEN, _E.REPEAT)}),
+        "its blocks are not quiet": frozenset({(_S.UNQUIET, _E.REPEAT)}),
         "the engine gets the report next": pairs(_UNDER_WAY, (_E.QUIET, _E.QUIET_EARLY)),
     },
     never={
@@ -133,9 +133,10 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         "only what a step copies has been copied": pairs(_but(_S.COPYING), (_E.COPIED,)),
         "nothing is on its way": pairs((*_BEFORE, _S.HERE, _S.ADMITTED, _S.COPYING, _S.CLOSED), (_E.FAILED,)),
         "only the end of what the workers fetch is told, once": pairs(_but(*_UNDER_WAY), _ENDS)
-        | {(_S.MOVING, _E.ENDED_WRITTEN)},
+        | {(_S.MOVING, _E.ENDED_UNQUIET)},
         "only blocks that may be written to become quiet": pairs(
-            (*_BEFORE, _S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.REPEATED, _S.CLOSED), (_E.QUIET, _E.QUIET_EARLY)
+            (*_BEFORE, _S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.AWAITS_STEP, _S.CLOSED),
+            (_E.QUIET, _E.QUIET_EARLY),
         )
         | {(_S.ABANDONED, _E.QUIET_EARLY)},
         "nothing of it is repeated": pairs((*_BEFORE, *_SYNC, _S.CLOSED), (_E.REPEAT,)),
@@ -160,7 +161,7 @@ ENTERED: Mapping[LoadState, tuple[LoadAction, ...]] = {
     _S.HERE: (_A.FILLED, _A.CLOSE),
     _S.ABANDONED: (_A.CANCEL, _A.CLOSE),
     _S.CANCELLED: (_A.CANCEL, _A.CLOSE),
-    _S.REPEATED: (_A.LET_GO,),
+    _S.AWAITS_STEP: (_A.LET_GO,),
     _S.CLOSED: (_A.LET_GO, _A.CLOSE, _A.END),
 }
 """What is done when a load comes to a state, in this order."""
