@@ -37,17 +37,21 @@ def named(prompt: int) -> tuple[TransferId, bytes]:
 class CachingPool(Lending):
     """A pool whose unused blocks are still found in a prefix cache, until they are taken again.
 
-    cached: the blocks that are still as they were computed.
+    cached: the prompts of which blocks are still as they were computed.
     """
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
-        self.cached: set[int] = set()
+        self.cached: dict[int, int] = {}
 
     def take(self, n: int) -> list[int]:
         taken = super().take(n)
-        self.cached.difference_update(taken)
+        self.forget(taken)
         return taken
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.cached.pop(block, None)
 
     def touch(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -75,7 +79,7 @@ class Walker:
     def __init__(self, wire: Wire, rng: random.Random, board: Switchboard | None) -> None:
         self.rng, self.wire = rng, wire
         self.pool = CachingPool(1000)
-        self.index: PrefixIndex[list[int]] = PrefixIndex(1 << 20)
+        self.index: PrefixIndex[tuple[int, list[int]]] = PrefixIndex(1 << 20)
         with mock.patch("kvxfer.engine.dispatch.SideChannel", (board or Switchboard()).scheduler):
             pins = BlockPins(500, self.pool)
             self.side = SchedulerSide(CONFIG, "walker", [Group(BLOCK)], 1, FACTS, pins=pins, holds=self.holds)
@@ -98,9 +102,10 @@ class Walker:
                 self.agent.memory[b, slot] = self.agent.memory.get((a, slot))
 
     def holds(self, inquiry: Inquiry) -> HeldPrefix | None:
-        found = self.index.find(inquiry.chain)
-        blocks = [] if found is None else found.name[: found.tokens // BLOCK]
-        cached = list(takewhile(self.pool.cached.__contains__, blocks))
+        if (found := self.index.find(inquiry.chain)) is None:
+            return None
+        prompt, blocks = found.name
+        cached = list(takewhile(lambda one: self.pool.cached.get(one) == prompt, blocks[: found.tokens // BLOCK]))
         return HeldPrefix(len(cached) * BLOCK, BlockTable.of([cached])) if cached else None
 
     def table(self, request: str) -> BlockTable:
@@ -178,7 +183,7 @@ class Walker:
         self.side.allocated(request, table, external)
         if external:
             self.computed.pop(request, None)
-            self.pool.cached.difference_update(table[0].tolist())
+            self.pool.forget(table[0].tolist())
         if external and prompt is not None:
             if prefetched:
                 step = self.give()
@@ -214,8 +219,8 @@ class Walker:
         for n, tokens, table in work:
             for at in range(tokens):
                 self.agent.memory[int(table[0][at // BLOCK]), at % BLOCK] = n, at
-            self.index.add(Prefix([n] * tokens, model="m"), table[0].tolist())
-            self.pool.cached.update(table[0].tolist()[: tokens // BLOCK])
+            self.index.add(Prefix([n] * tokens, model="m"), (n, table[0].tolist()))
+            self.pool.cached.update(dict.fromkeys(table[0].tolist()[: tokens // BLOCK], n))
         self.go_on(step)
 
     def preempted(self, request: str) -> None:
@@ -236,7 +241,8 @@ class Walker:
         if peer.whole:
             self.side.load(request, *named(self.rng.choice(peer.whole)), peer.side.source, TOKENS, offered=True)
             self.side.prefetch(request, 0)
-            for load in [one for one in self.agent.loads.values() if self.wire.begin(one)]:
+            for load in list(self.agent.loads.values()):
+                self.wire.begin(load)
                 self.wire.settle(load)
             self.allocated(request)
 
