@@ -82,16 +82,18 @@ class Offerings:
         """Return how many transfers are offered, including held ones."""
         return len(self.transfers)
 
-    def _add(
+    def _new(
         self, request: RequestId, transfer: TransferId, digest: bytes, tokens: int, stops: bool, answer: str
     ) -> Offering:
         born = self._next_generation()
         new = Offering(request, answer, transfer, digest, tokens, 1, stops, born, born, self._nothing)
         new.answers.add(answer)
-        if request:
-            self._live[request] = new
-        self._transfers.setdefault(transfer, []).append(new)
         return new
+
+    def _add(self, new: Offering) -> None:
+        if new.request:
+            self._live[new.request] = new
+        self._transfers.setdefault(new.transfer, []).append(new)
 
     def _leave(self, found: Offering, request: RequestId) -> None:
         """Let a running request have nothing to do with an offering any more."""

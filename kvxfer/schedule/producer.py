@@ -83,7 +83,7 @@ class OfferSchedule(Offerings):
             self._leave(own, request)
         if known is not None:
             return self._share(known, request, digest, tokens, answer or request)
-        self._add(request, transfer, digest, tokens, stops, answer or request)
+        self._add(self._new(request, transfer, digest, tokens, stops, answer or request))
         return True
 
     def _share(self, known: Offering, request: RequestId, digest: bytes, tokens: int, answer: str) -> bool:
@@ -112,16 +112,14 @@ class OfferSchedule(Offerings):
         if known is not None:
             same = known.offered and (known.digest, known.total) == (digest, tokens)
             return known if same else None
-        new = self._add(RequestId(""), transfer, digest, tokens, True, "")
+        new = self._new(RequestId(""), transfer, digest, tokens, True, "")
         new.progress, new.over = tokens, True
+        if (reason := self._coverage.unusable(new, table)) is not None:
+            raise ScheduleError(f"{transfer} cannot be offered: {reason}")
+        self._add(new)
         with self.door.of(transfer):
-            reason = self._coverage.unusable(new, table)
-            if reason is not None:
-                new.on(_E.FAIL)
-                self.forget(new)
-                raise ScheduleError(f"{transfer} cannot be offered: {reason}")
             self._offer(new, tokens, self._coverage.full(table, tokens), table)
-            new.on(_E.FINISH)
+            self._on(new, _E.FINISH)
             return new
         self._force(new, _S.CLOSED, "the producer could not offer it")
         return None
@@ -206,12 +204,12 @@ class OfferSchedule(Offerings):
         if reason is not None:
             inexact, pinned = self._coverage.windows or self._coverage.states, keep()
             event = _E.FAIL_READ if pinned else _E.FAIL
-            self._revoke(found, reason, event, kept=kept and pinned and not inexact)
+            self._on(found, event, reason, kept=kept and pinned and not inexact)
             self._live.pop(request, None)
             self._pass_on(found)
             return False
         self._offer(found, found.total, self._coverage.full(table, found.total), table)
-        found.on(_E.FINISH)
+        self._on(found, _E.FINISH)
         return True
 
     # --- how it ends ---------------------------------------------------------------------------------------------------
@@ -225,7 +223,7 @@ class OfferSchedule(Offerings):
         found = self.current(transfer)
         if found is not None:
             with self.door.of(found.request or transfer):
-                self._revoke(found, reason, _E.WITHDRAW)
+                self._on(found, _E.WITHDRAW, reason)
                 return
             if found.offered:
                 self._force(found, _S.WITHDRAWN if found.held else _S.CLOSED, reason)
@@ -263,7 +261,7 @@ class OfferSchedule(Offerings):
         self._ledger.drop(found.transfer, generation)
         event = _E.DONE if generation >= found.generation else _E.DONE_EARLIER
         with self.door.of(found.request or found.transfer):
-            self._revoke(found, "all is read", event)
+            self._on(found, event, "all is read")
             return held and found.state is _S.CLOSED
         if event is _E.DONE:
             self._force(found, _S.CLOSED, "all is read")
@@ -311,7 +309,7 @@ class OfferSchedule(Offerings):
             self._ledger.claim(found.transfer, blocks, by, fills=False, generation=found.generation)
             found.tokens, found.blocks = tokens, full
             if last is not None and not found.final:
-                found.on(_E.ALL_OFFERED)
+                self._on(found, _E.ALL_OFFERED)
             self._state(found)
 
     @staticmethod
@@ -342,15 +340,15 @@ class OfferSchedule(Offerings):
 
     def _restart(self, found: Offering, reason: str) -> None:
         if found.blocks != self._nothing:
-            found.on(_E.RESTART)
+            self._on(found, _E.RESTART)
             self._unstate(found)
             self._ledger.drop(found.transfer, found.generation)
             self._revokes.append(Revoke(found.transfer, found.generation, reason, False))
             found.generation = self._next_generation()
             found.blocks, found.tokens = self._nothing, 0
 
-    def _revoke(self, found: Offering, reason: str, event: OfferingEvent, kept: bool = False) -> None:
-        """Make the move that ends an offer, and have it revoked unless it is already."""
+    def _on(self, found: Offering, event: OfferingEvent, reason: str = "", kept: bool = False) -> None:
+        """Make the move that an event leads to; if it ends the offer, have it revoked. This is the one door to an offering."""
         was_offered = found.offered
         if found.on(event):
             self._ended(found, was_offered, reason, kept)
