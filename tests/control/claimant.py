@@ -123,9 +123,14 @@ def carrier(settings: str, listen: str) -> None:
     while True:
         one, other = door.accept()[0], socket.create_connection((host, int(port)))
         ends = security.accepted(one), security.dialled(other)
-        for end in ends:
-            if isinstance(end, ssl.SSLSocket):
-                end.do_handshake()
+        try:
+            for end in ends:
+                if isinstance(end, ssl.SSLSocket):
+                    end.do_handshake()
+        except OSError:  # one that has given up meanwhile dials again
+            for end in ends:
+                end.close()
+            continue
         for ways in (ends, ends[::-1]):
             threading.Thread(target=passed, args=ways, daemon=True).start()
 
