@@ -57,7 +57,8 @@ class Both:
         self.compute(1, 1)
         self.until(lambda: self.came(2))
         (record,) = self.d.worker.agent._runtime.consumer._fetches.values()
-        self.until(lambda: record.arrived == 2 * TOKENS)  # the data thread has told of what it has moved
+        nbytes = self.d.memory.read(THERE[:2]).nbytes
+        self.until(lambda: sum(rank.came_bytes for rank in record.rank_fetches) == nbytes)  # its data thread has told
 
     def close(self) -> None:
         self.p.close()
