@@ -20,7 +20,7 @@ PAGE = Path(__file__).parent / "reference" / "cli.md"
 HEAD = """# Command line
 
 The program `kvxfer` comes with the extra `kvxfer[cli]`. Most benchmarks come with `kvxfer[bench]`. Other distributions add commands of
-their own through the entry-point groups `kvxfer.commands` and `kvxfer.benchmarks`; this page lists the commands of the
+their own through the entry-point groups `kvxfer.commands` and `kvxfer.benchmarks`; this page lists those of the
 distributions in this repository. It is generated from the code by `python docs/cli_page.py`.
 """
 

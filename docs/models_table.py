@@ -124,7 +124,7 @@ PAGES = {
         ("HiSparseResidentSpec", "raw memory", "vllm/v1/hisparse/layout.py", "", "", _TEST),
         (
             "CircularBufferSpec",
-            "[rows], the row of a token at its position modulo their number: rows that are not yet compressed, and drafts",
+            "[rows], that of a token at its position modulo their number: those that are not yet compressed, and drafts",
             "vllm/models/deepseek_v41/compressor.py, glm5next/common/attention.py, qwen4_exp/common/qsa_cache.py, "
             "step5/nvidia/csa_tail_ring.py",
             "nothing",

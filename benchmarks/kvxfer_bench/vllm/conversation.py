@@ -49,7 +49,7 @@ def conversation(
         bool,
         typer.Option(
             "--check",
-            help="Also compare each answer with a plain server's. Exit with 1 if one differs, or if prefill computes more at a turn "
+            help="Also compare each answer with that of a plain server. Exit with 1 if one differs, or if prefill computes more at a turn "
             f"than what is new and a block of {BLOCK} tokens.",
         ),
     ] = False,
