@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvxfer import clock
 from kvxfer.identity import Generation, TransferId
@@ -12,6 +12,8 @@ from kvxfer.values import Offer
 
 LOOKS = 16
 """The most fences that are checked in vain in a turn: each check is a call into the engine or a device's driver."""
+SELDOM_S = 0.02
+"""Seconds between two looks at fences of offers that nobody waits for: each takes a turn of the control thread, beside a busy engine."""
 SLICE_S = 0.002
 """Seconds of a turn that are spent on offers whose fence has passed: all offers of an engine step share one fence."""
 
@@ -29,7 +31,15 @@ class Fences:
         self._lease = lease
         self._held: OrderedDict[TransferId, deque[tuple[Offer, Fence | None, float]]] = OrderedDict()
         self._renewed: dict[TransferId, float] = {}  # of those that are held
-        self._closed = False
+        self._looked, self._closed = 0.0, False
+
+    def due(self, awaited: Callable[[TransferId], bool]) -> float:
+        """Return when to look next if nothing else happens until then; 0: as soon as possible, because a consumer waits.
+
+        ``awaited`` returns whether one waits for a transfer.
+        """
+        often = len(self._held) > LOOKS or any(map(awaited, self._held))  # of more, only some are looked at in a turn
+        return 0.0 if often else self._looked + SELDOM_S
 
     def hold(self, offer: Offer, after: Fence | None, called: float) -> bool:
         """Hold back an offer, made at time ``called``, until its fence has passed; return false if that need not be."""
@@ -59,7 +69,7 @@ class Fences:
 
         A fence that has not passed within its lease has failed, too. Only some are checked, the others in their turn the next time.
         """
-        until, looks = clock.now() + SLICE_S, min(LOOKS, len(self._held))
+        until, looks, self._looked = clock.now() + SLICE_S, min(LOOKS, len(self._held)), now
         while self._held and looks and clock.now() < until:
             transfer = next(iter(self._held))
             offer, fence, called = self._held[transfer][0]

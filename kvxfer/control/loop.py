@@ -57,8 +57,11 @@ class Work(Protocol):
     def due(self, now: float) -> Iterator[Step]:
         """Yield the steps that are due; each is done before the next is asked for. Called only once ``next_due`` has passed."""
 
+    def passed(self, now: float) -> Iterator[Step]:
+        """Yield the steps for which there was something else to wait for than a time; asked in each turn."""
+
     def next_due(self) -> float:
-        """Return the time at which something is due next."""
+        """Return the time at which something is due next, or to be looked at."""
 
     def tell(self) -> None:
         """Tell the engine what has happened; called at the end of each turn."""
@@ -199,6 +202,8 @@ class ControlLoop:
         for connection in news:
             connection.after = said
         try:
+            for step in work.passed(now):  # before the messages that ask for it
+                self._take(step)
             if now >= due_at:  # nothing but this thread changes what is due, and it has only polled since
                 for step in work.due(now):
                     self._take(step)

@@ -169,14 +169,15 @@ class AgentRuntime(AgentPeers):
     # --- what is due -----------------------------------------------------------------------------------------------
 
     def next_due(self) -> float:
-        if self._fences:
-            return 0.0
+        held = self._fences.due(self.producer.awaited) if self._fences else 1e18
         clocks = self.consumer, self.producer, self._resolver, self._out, self._in
-        return min([t for one in clocks if (t := one.next_tick()) is not None], default=1e18)
+        return min([held, *(t for one in clocks if (t := one.next_tick()) is not None)])
+
+    def passed(self, now: float) -> Iterator[Step]:
+        for offer, called, error in self._fences.passed(now) if self._fences else ():
+            yield partial(self._unfenced, offer, called, error)
 
     def due(self, now: float) -> Iterator[Step]:
-        for offer, called, error in self._fences.passed(now):
-            yield partial(self._unfenced, offer, called, error)
         for machine in (self.consumer, self.producer):
             at = machine.next_tick()
             if at is not None and at <= clock.now():

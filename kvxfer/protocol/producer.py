@@ -208,6 +208,11 @@ class ProducerMachine:
         """Return whether the transfer is offered or wanted, and has not ended."""
         return transfer in self._records
 
+    def awaited(self, transfer: TransferId) -> bool:
+        """Return whether a consumer is being served, or waits for the transfer."""
+        h = self._records.get(transfer)
+        return h is not None and bool(h.serves)
+
     def releases(self, transfer: TransferId) -> bool:
         """Return whether the engine is still to hear that the transfer is released."""
         h = self._records.get(transfer)

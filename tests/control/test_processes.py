@@ -79,13 +79,18 @@ def rest(p: Node, i: int | str) -> None:
 # --- death ---------------------------------------------------------------------------------------------------------
 
 
-def test_producer_is_killed_before_it_has_offered_anything(node: Make) -> None:
-    """Amid a load, and before one: see ``test_dead_peers.py``."""
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_producer_is_killed(node: Make, when: str) -> None:
     p, d = node(seed=1), node()
     deliver(p, d, "first")
-    d.fetch(name(0), p.source, [5], 4)
-    until(lambda: p.holds()[1] == 1)  # what it asks for
+    if when == "before":
+        d.fetch(name(0), p.source, [5], 4)
+        time.sleep(0.2)
+    elif when == "during":
+        half(p, d, 0)
     p.kill()
+    if when == "after":
+        d.fetch(name(0), p.source, [5], 4)
     end = d.settled(name(0))
     assert end.outcome.kind in {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}, end
     deliver(node(seed=2), d, "next")
@@ -104,6 +109,21 @@ def test_consumer_is_killed(node: Make, when: str) -> None:
     end = p.settled(name(0), timeout=20.0)
     assert end.outcome.kind is (None if when == "after" else FailureKind.UNFETCHED), end
     deliver(p, node(), "next")
+
+
+def test_producer_restarts_on_the_same_address(node: Make) -> None:
+    p, d = node(seed=1, **ALONE), node()
+    old = p.source
+    deliver(p, d, "first")
+    p.kill()
+    p = node(seed=2, port=old.port, **ALONE)
+    p.offer(name(0), [3], 4, 1, True)
+    d.fetch(name(0), old, [5], 4)
+    end = d.settled(name(0))
+    assert end.outcome.kind in {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}, end
+    d.fetch(name(1), old, [5], 4)  # the way there has been looked up anew by now
+    assert d.settled(name(1)).outcome.kind is FailureKind.NO_SUCH_ENGINE
+    deliver(p, d, "next")
 
 
 # --- silence -------------------------------------------------------------------------------------------------------
