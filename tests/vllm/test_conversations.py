@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from kvxfer.engine import SchedulerSide
+from kvxfer.values import BlockTable
 from tests.engine.direct import Switchboard
-from tests.vllm.cases import CACHES, OFFER, check
+from tests.vllm.cases import CACHES, OFFER, check, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, Group, PlayedEngine, answer, ours, prompt
 from tests.vllm.wire import Wire
@@ -266,6 +268,30 @@ def test_a_source_that_is_lost_amid_the_load(make: Make, wire: Wire, groups: Any
         check(p, name, longer, 1)
     assert p.done[name].reason == "length"
     assert p.done[name].params is not None
+    for engine in (p, d):
+        engine.lease_ends()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("asks", [True, False], ids=["asked", "told"])
+def test_a_load_that_cannot_begin(make: Make, monkeypatch: pytest.MonkeyPatch, policy: str, asks: bool) -> None:
+    """It costs its own request what a load that fails would: nothing, where the request only asked."""
+    p, d = make(policy=policy, blocks=120), make(blocks=120)
+    text = prompt(100)
+    _, told = turn(p, d, text, OFFER)
+    p.scheduler.reset_prefix_cache()
+    longer = text + answer(text, 20) + prompt(5)
+    allocated = SchedulerSide.allocated
+
+    def too_many(side: SchedulerSide, request: str, table: BlockTable, external: int) -> None:
+        allocated(side, request, table, external and external + 1)
+
+    monkeypatch.setattr(SchedulerSide, "allocated", too_many)
+    name = p.add(longer, nixl(d, told) if asks else prefill(d, longer), n=1)
+    p.run(d, until=name)
+    assert p.done[name].reason == ("error" if policy == "fail" and not asks else "length")
+    if p.done[name].reason == "length":
+        check(p, name, longer, 1)
     for engine in (p, d):
         engine.lease_ends()
 

@@ -151,15 +151,14 @@ def end_of(p: Worker, d: Worker, transfer: TransferId) -> set[str]:
     p.hooks.after_forward(StepMetadata(Step(StepCommands(offers=(offer,)))))
     fetch = Fetch("r", transfer, b"d", p.directory.source, BlockTable.of([[1, 2, 7]]), 0, 3 * SIZES["N"])
     d.hooks.load(StepMetadata(Step(StepCommands(fetches=(fetch,)))))
-    over: set[str] = set()
-    until, failed = time.monotonic() + 30, set()
-    while not over and time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
         for each in (p, d):
             each.hooks.collect(StepMetadata())
-        _, over, failed = d.hooks.results()
+        if (found := d.hooks.report()) is not None and (over := found.report.over):
+            return {name for name, failure in over.items() if failure is not None}
         time.sleep(0.005)
-    assert over, "the load did not end"
-    return failed
+    raise AssertionError("the load did not end")
 
 
 @pytest.mark.parametrize("orders", [("LBHNC", "BLHNC"), ("BLHNC", "LHBNC"), ("LBHNC", "LBHNC")])

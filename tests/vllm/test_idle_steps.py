@@ -35,7 +35,7 @@ def test_an_idle_step_ends_as_a_load_does(pair: tuple[Worker, Worker]) -> None: 
     d.load(transfer, p, BLOCKS - 2)
     p.offer(transfer, 1)
     taken = 0.0
-    while not d.hooks.results()[1]:
+    while not d.ended():
         taken += seconds(d, StepMetadata(idle=True))
     assert taken < LONG_S, "the end of the load ends the wait"
     assert (d.block(BLOCKS - 2) == p.block(1)).all()

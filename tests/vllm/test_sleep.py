@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.control.directory import Directory
 from kvxfer.engine import Step
+from kvxfer.failures import Failure
 from kvxfer.geometry import Cache, Group, Region, View
 from kvxfer.identity import TransferId
 from kvxfer.schedule import StepCommands
@@ -63,9 +64,14 @@ class Worker:
 
     def collect(self) -> None:
         self.hooks.collect(StepMetadata())
-        _, over, failed = self.hooks.results()
-        self.over |= over
-        self.failed |= failed
+        over = self.ended()
+        self.over |= over.keys()
+        self.failed |= {name for name, failure in over.items() if failure is not None}
+
+    def ended(self) -> Mapping[str, Failure | None]:
+        """The loads that have ended, as the next report says."""
+        found = self.hooks.report()
+        return {} if found is None else found.report.over
 
     def offer(self, transfer: TransferId, block: int, final: bool = True) -> None:
         offer = Offer(transfer, b"d", 0, TOKENS, BlockTable.of([[block]]), final)

@@ -186,12 +186,14 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         self._work.after_forward(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        self._work.collect(self._step)
-        return KVConnectorTransferResults(*self._work.results())
+        """Say what the scheduler's side has found out, and vLLM takes from workers only (``StepMetadata``)."""
+        step = self._step
+        self._work.collect(step)
+        return KVConnectorTransferResults(set(step.freed), {*step.failed, *step.partial}, set(step.failed))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that partial loads have not filled. Loads that failed are reported by request."""
-        return self._work.failed_blocks()
+        return set().union(*self._step.partial.values())
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         return self._work.report()

@@ -125,10 +125,9 @@ COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
     "vllm.v1.outputs:KVConnectorOutput.finished_recving",
     why="a load that the scheduler side knows to be over is told to vLLM by workers only, a step later",
 )
-def correct(output: Any, *, over: Set[str], still: Set[str]) -> None:
-    """Add the loads ``over`` to a worker output, and remove the loads ``still`` running, before vLLM's scheduler reads it."""
-    if over or still:
-        output.finished_recving = (set(output.finished_recving or ()) | over) - still
+def tell_over(output: Any, over: Set[str]) -> None:
+    """Have vLLM's scheduler, which is about to read a worker output, find in it that these loads are over, and no others."""
+    output.finished_recving = over
 
 
 @touches(

@@ -19,17 +19,15 @@ from kvxfer.protocol.messages import RankDescriptor
 class StepMetadata(KVConnectorMetadata):
     """Sent from the scheduler to all workers in each step.
 
-    vLLM accepts the ends of transfers only from its workers, so what the scheduler's side finds out goes back through them.
+    How a load has ended, the scheduler's side finds out, for all ranks at once. Three things vLLM takes from workers only, so they say
+    them with their next results: ``freed``, ``failed`` and ``partial``.
     """
 
     step: Step = field(default_factory=Step)
-    # requests whose load has failed though no worker knows it, and their blocks
-    doomed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     freed: tuple[str, ...] = ()  # requests whose blocks vLLM may free
+    failed: tuple[str, ...] = ()  # requests whose load has failed, about which vLLM is to do what its policy says
     # requests of which a part was loaded, and their blocks that were not
     partial: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # requests whose loads begin and, if they fail, are computed whatever vLLM's policy says: it is told that they have ended
-    asked: tuple[str, ...] = ()
     idle: bool = False  # whether the step computes nothing
     waited: bool = False  # whether the scheduler side has waited for loads in this step, so that workers need not
     # by rank, of how many replacements of adapters the scheduler knows. What a step computes with others is not offered
@@ -37,8 +35,8 @@ class StepMetadata(KVConnectorMetadata):
 
     @property
     def silent(self) -> bool:
-        """Whether it says nothing that vLLM waits for."""
-        return not (self.doomed or self.freed or self.partial or self.asked)
+        """Whether workers have nothing to say to vLLM for it."""
+        return not (self.freed or self.failed or self.partial)
 
 
 @dataclass

@@ -108,7 +108,6 @@ class RequestFacts:
     passers: set[str] | None = None  # the names of those that have passed its load, which is skipped for want of room
     asking: bool = False  # other engines, for a prefix; what they hold fails no request, whatever vLLM's policy
     kind: str = ""  # who has named these engines: a router's schema
-    lost: bool = False  # whether its load has failed
     answers: bool = False  # whether its router is told, when it ends, where the KV is
     batch: HttpBatch | None = None  # the HTTP request that it belongs to, if it offers
     span: Any = None  # the span of its load, and later the span of its offer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
-from kvxfer.failures import FailureKind
+from kvxfer.failures import Failure, FailureKind
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer_vllm.arrivals import Arrivals
@@ -28,7 +28,7 @@ from kvxfer_vllm.blocks import (
     table_of,
 )
 from kvxfer_vllm.content.facts import facts_of, updated
-from kvxfer_vllm.internals import EngineLoop, PrefixCache, VllmBlockPool, around_reset, correct, engine_transfer
+from kvxfer_vllm.internals import EngineLoop, PrefixCache, VllmBlockPool, around_reset, engine_transfer, tell_over
 from kvxfer_vllm.layout import replicated_ranks
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig
@@ -106,7 +106,7 @@ class SchedulerHooks:
         self._arrivals = Arrivals(outer, vllm_config, groups, self._replayed, *hear)
         self._adapters = self._arrivals.content.adapters
         self._among_several = engine_transfer(vllm_config) is not transfer
-        self._broken: list[RequestFacts] = []  # vLLM has failed them, and their loads' failures are not heard yet
+        self._refused: dict[str, Failure] = {}  # loads that could not begin, of which vLLM has yet to hear
         self._gauges = RankGauges()
         self._next = StepMetadata()  # what vLLM is to be told with the next step
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
@@ -178,8 +178,6 @@ class SchedulerHooks:
         self._room.admitted(facts)
         if external:
             facts.into = table if self._arrivals.partly and not facts.asking else None
-            if facts.asking and not self.side.is_prefetched(name):
-                self._next.asked += (name,)
             self._retained.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.is_prefetched(name):
             failure = self.side.failure(name)
@@ -193,8 +191,7 @@ class SchedulerHooks:
         except KvxferError as e:
             # An exception here would end the engine; a load that fails at once costs this request only.
             log.error("request %s cannot be loaded: %s", printable(name), e)
-            self._next.doomed[name] = table.ids()
-            self._outcomes.ended(facts, str(FailureKind.MISUSE))
+            self._refused[name] = Failure(FailureKind.MISUSE, str(e))
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Record that the request is over. True: its blocks stay until all ranks have reported them quiet."""
@@ -207,10 +204,7 @@ class SchedulerHooks:
         self._cached.finished(facts)
         self._room.finished(facts)
         self._retained.cached(facts)
-        if facts.loading and request.status == RequestStatus.FINISHED_ERROR:
-            self._broken.append(facts)  # why its load has failed is heard next
-        else:
-            self._outcomes.ended(facts, CANCELLED)
+        self._outcomes.ended(facts, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         last_of = self._batches.ended(facts)
         answer = self.side.offers.answer(name)
@@ -273,7 +267,6 @@ class SchedulerHooks:
         """Process what the workers have reported: loads that are over, offers that all ranks are done with."""
         self._pace.ended()
         found = output.kv_connector_worker_meta
-        over = set(output.finished_recving or ())
         ours = found if isinstance(found, ReportMetadata) else ReportMetadata(Report())
         for rank, (replacements, contents) in ours.adapters.items():
             self._adapters.learn(rank, contents, replacements)
@@ -283,44 +276,39 @@ class SchedulerHooks:
         self._next.freed += tuple(update.free)
         for name in update.free:
             self._let_held_go(name)
-        ends = {name: str(failure.kind) for name, failure in update.failed.items()} | dict.fromkeys(
-            update.loaded, DELIVERED
-        )
-        for name, outcome in ends.items():
-            facts = self._running(name)
-            if facts is None:
-                for one in (one for one in self._broken if one.name == name):
-                    self._outcomes.ended(one, outcome)
-                continue
-            self._outcomes.ended(facts, outcome)
-            if name in update.disagreed:
-                self._next.doomed[name] = update.disagreed[name]
-            elif name in update.short and facts.into is not None:
-                self._next.partial[name] = tuple(facts.into[0][update.short[name] // self._block_tokens :].tolist())
-            facts.into, facts.lost = None, name in update.failed
-        for name in over:
-            self.side.confirm_load_ended(name)
-            facts = self._running(name)
-            self._outcomes.ended(facts, DELIVERED)
-            if facts is not None and facts.asking and facts.lost:
-                self._cache.anew(facts.request)
-        # What only we know to be wrong with a load vLLM hears of with the next step, from our workers. What the side channel has
-        # said vLLM hears now, and not again when a step says so, too.
-        wrong = self._next.doomed.keys() & update.disagreed.keys() | self._next.partial.keys() & update.short.keys()
-        saved = {
-            name for name in over | update.loaded if (known := self._requests.get(name)) is not None and known.saves
-        }
-        self._next.freed += tuple(saved)
-        correct(output, over=update.loaded - over - wrong, still=wrong | saved | (update.repeated & over))
-        for name in saved | set(output.finished_recving or ()):
-            if (ended := self._requests.get(name)) is not None:
-                ended.loading = ended.saves = False
-        for one in self._broken:
-            self._outcomes.ended(one, CANCELLED)
-        self._broken.clear()
+        ends: dict[str, Failure | None] = {**dict.fromkeys(update.loaded), **update.failed, **self._refused}
+        self._refused = {}
+        over = set(output.finished_recving or ())  # those that workers were told of, and a sibling's
+        over.update(name for name, failure in ends.items() if self._load_ended(name, failure, update.short.get(name)))
+        for facts in [self._requests[name] for name in over if name in self._requests]:
+            if facts.saves:
+                over.remove(facts.name)
+                self._next.freed += (facts.name,)
+            facts.loading = facts.saves = False
+        tell_over(output, over)
         for name in output.finished_sending or ():
             self.side.freed(name)
             self._let_held_go(name)
+
+    def _load_ended(self, name: str, failure: Failure | None, short: int | None) -> bool:
+        """Record how a load has ended, ``short`` of what was to come if at that token; return whether vLLM can be told now.
+
+        It is told of what it takes from workers only once these have said it, with the next step.
+        """
+        facts = self._running(name)
+        if facts is None:
+            return True  # and frees the blocks of a request that is over
+        self._outcomes.ended(facts, DELIVERED if failure is None else str(failure.kind))
+        into, facts.into = facts.into, None
+        if failure is not None and facts.asking:
+            self._cache.anew(facts.request)
+        elif failure is not None:
+            self._next.failed += (name,)
+            return False
+        elif short is not None and into is not None:
+            self._next.partial[name] = tuple(into[0][short // self._block_tokens :].tolist())
+            return False
+        return True
 
     def _let_held_go(self, name: str) -> None:
         """Forget a request whose blocks are no longer held for others."""
@@ -353,7 +341,7 @@ class SchedulerHooks:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
         self._stopping.look(busy=bool(self._requests))
         unknown = self._steps < self._first_steps and not self.side.ready
-        return unknown or self.side.waiting or bool(self._next.doomed or self._next.partial)
+        return unknown or self.side.waiting or bool(self._refused or self._next.failed or self._next.partial)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -413,4 +401,4 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        return len(self._requests) + len(self._next.partial) + len(self._batches) + len(self.side)
+        return len(self._requests) + len(self._refused) + len(self._next.partial) + len(self._batches) + len(self.side)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.config import Config
@@ -47,11 +47,6 @@ class WorkerHooks:
         self._adapters = LoadedAdapters(getattr(vllm_config, "lora_config", None))
         self._report = Report()
         self._idle = self._told = False  # of the last step: whether it computed nothing, and whether a load was over
-        self._sent: set[str] = set()
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
-        self._asked: set[str] = set()  # requests whose failures vLLM does not hear of
-        self._missing: set[int] = set()  # of loads that are here in part
         self._stats = KVXferStats()
         self._noted: Gauges | None = None
         self._gauges: dict[str, dict[str, Any]] = {}  # those that the scheduler side has yet to hear of, under our rank
@@ -163,16 +158,10 @@ class WorkerHooks:
         self._on.begin(metadata.step)
 
     def load(self, metadata: StepMetadata) -> None:
-        """Begin this step's loads, end those that are no longer wanted, and take over what vLLM is to be told.
+        """Begin this step's loads, and end those that are no longer wanted.
 
         Called before the forward pass, and behind vLLM's clearing of new blocks, if a request counts on a prefetch.
         """
-        self._sent.update(metadata.freed)
-        self._asked.update(metadata.asked)
-        self._received.update(metadata.doomed)
-        self._failed.update(metadata.doomed)
-        self._received.update(metadata.partial)
-        self._missing.update(*metadata.partial.values())
         self._on.load(metadata.step)
 
     def layer_done(self, metadata: StepMetadata, layer: str) -> None:
@@ -200,25 +189,8 @@ class WorkerHooks:
             self.after_forward(metadata)
         self._idle = metadata.idle
         report = self._on.collect(IDLE_S if metadata.idle and not (metadata.waited or self._told) else 0.0)
-        self._told = bool(report.over)
-        self._received.update(report.over)
-        self._failed.update(name for name, failure in report.over.items() if failure is not None)
+        self._told = bool(report.results)
         self._report = self._report.merge(report)
-
-    def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Return requests whose blocks vLLM may free, those whose load is over, and those of them whose load failed.
-
-        Each is returned once. The blocks of a load are quiet, or in the report as still written.
-        """
-        out = self._sent, self._received, self._failed - self._asked
-        self._asked -= self._received
-        self._sent, self._received, self._failed = set(), set(), set()
-        return out
-
-    def failed_blocks(self) -> set[int]:
-        """Return the scheduler's blocks that partial loads have not filled, each once."""
-        out, self._missing = self._missing, set()
-        return out
 
     def report(self) -> ReportMetadata | None:
         """Return what the scheduler side must know; None if that is nothing.
@@ -256,5 +228,4 @@ class WorkerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of loads, and of what is still to be reported; 0 when there is nothing."""
-        kept: tuple[Sized, ...] = self._sent, self._received, self._failed, self._asked
-        return sum(map(len, kept)) + bool(self._report) + (0 if self._side is None else len(self._side))
+        return bool(self._report) + (0 if self._side is None else len(self._side))
