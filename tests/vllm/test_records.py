@@ -17,7 +17,7 @@ def test_one_of_two_requests_of_a_name_ends(make: Make, first: str) -> None:
     prefill(p, prompt(50))
     p.lease_ends()  # seen with the next step
     hooks = ours(p.scheduler.connector)._sched
-    (held,) = hooks._requests.values()
+    (held,) = hooks._requests._last.values()
     assert held.over and len(hooks.frees._held) == 1
     later = copy.copy(held.request)
     later.kv_transfer_params = None
@@ -30,6 +30,6 @@ def test_one_of_two_requests_of_a_name_ends(make: Make, first: str) -> None:
         assert not hooks._requests
     else:
         hooks.finish(later, [[]])
-        assert hooks._requests == {held.name: held} and held.over
+        assert hooks._requests.last(held.name) is held and held.over
         p.steps(3)
         assert not hooks._requests and not hooks.frees._held

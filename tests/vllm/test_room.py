@@ -101,12 +101,11 @@ class Cache:
 
 def test_few_are_passed_at_a_time_and_only_for_want_of_room() -> None:
     """vLLM asks in every step for each that it is told to skip."""
-    room, cache = Room([Group(16)]), Cache(10)
+    cache: Any = Cache(10)
+    room = Room([Group(16)], cache)
     *long, short = (
         RequestFacts(name, i) for i, name in enumerate([*(f"long{i}" for i in range(MAX_PASSED + 1)), "short"])
     )
-    assert not room.lacks(long[0], 0, 176), "nothing is known of the cache"
-    room.bind(cache)
     assert [room.lacks(facts, 0, 176) for facts in long] == [True] * MAX_PASSED + [False]
     assert not room.lacks(short, 0, 160) and not room.lacks(long[1], 16, 176)
     cache.tables["short"] = [1, 2]

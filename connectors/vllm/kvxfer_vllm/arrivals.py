@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import Prefix, SchedulerSide, Ticket
@@ -13,12 +13,12 @@ from kvxfer.identity import Address, Source
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer.values import Group
-from kvxfer_vllm.blocks import HeldPrefixes, LocalHits
+from kvxfer_vllm.blocks import CachedPrefixes, LocalHits
 from kvxfer_vllm.content import Beside, RequestContent, computed_anyway
 from kvxfer_vllm.content.adapters import UnknownAdapterError
 from kvxfer_vllm.internals import leave_last_token, loads_safely
 from kvxfer_vllm.migration import ConnectorConfig, params_of
-from kvxfer_vllm.requests import Batches, LoadOutcomes, NoPart, RequestFacts, spread_over_ranks
+from kvxfer_vllm.requests import Batches, LoadOutcomes, NoPart, RequestFacts, Requests, spread_over_ranks
 from kvxfer_vllm.said import (
     KEYS,
     NO_VERB,
@@ -52,7 +52,8 @@ class Arrivals:
         replayed: Sequence[Group],
         side: SchedulerSide,
         hits: LocalHits,
-        cached: HeldPrefixes,
+        cached: CachedPrefixes,
+        content: RequestContent,
         outcomes: LoadOutcomes,
         batches: Batches,
         no_part: NoPart,
@@ -67,8 +68,7 @@ class Arrivals:
         self._beside, self._computed = Beside(vllm_config), 1 if self._recurrent else computed_anyway(vllm_config)
         self._block_tokens = groups[0].block_tokens
         self._warned: set[str] = set()  # of adapters
-        self.content, self.hints = RequestContent(vllm_config), HintNotes()
-        cached.is_ambiguous = self.content.media.is_ambiguous
+        self.content, self.hints = content, HintNotes()
         self.model = sealed(side.facts)
         self.spread = spread_over_ranks(str(transfer.engine_id), vllm_config.parallel_config)
         self.partly = len(groups) == 1 and groups[0].kind == "full"  # where a table is of one row
@@ -113,22 +113,23 @@ class Arrivals:
         if isinstance(params, Mapping):
             self._follow_prefix(facts, params, said)
 
-    def drop_outdated(self, requests: Collection[RequestFacts]) -> None:
+    def drop_outdated(self, requests: Requests) -> None:
         """Offer nothing of the requests that may not be computed as they were named, and let nobody find anything of them.
 
         That is partly with weights that an adapter had before, or with media that another request has under the same name.
         """
-        adapters, live = self.content.adapters, [one for one in requests if not one.over]
+        adapters = self.content.adapters
         if adapters.take_replaced():
-            for facts in (one for one in live if not adapters.is_same(one)):
+            for facts in (one for one in requests.all_running() if not adapters.is_same(one)):
                 facts.naming = None
                 if self._side.ticket(facts.name) is not None:
                     self._no_part.count(Reason.ADAPTER)
                 self._side.offers.withdraw(facts.name, "its adapter was loaded again with other weights")
-            self._cached.clear(requests)  # vLLM caches what these compute under the hashes of before
+            self._cached.clear(requests.all_running())  # vLLM caches what these compute under the hashes of before
         if doubted := self.content.media.take_doubted():
-            for facts in (one for one in live if any(item.identifier in doubted for item in one.request.mm_features)):
-                self._side.offers.withdraw(facts.name, "two items of media have the name of one of its own")
+            for facts in requests.all_running():
+                if any(item.identifier in doubted for item in facts.request.mm_features):
+                    self._side.offers.withdraw(facts.name, "two items of media have the name of one of its own")
 
     def _follow_prefix(self, facts: RequestFacts, params: Mapping[str, Any], said: Said) -> None:
         """Let other engines find what is computed for a request, and look for a prefix of it at those that its router names."""

@@ -6,7 +6,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import BlockPins, HeldPrefix, Inquiry, PrefixIndex, SchedulerSide
@@ -88,22 +87,16 @@ MAX_PASSED = 4
 class Room:
     """Which loads are passed, and by which; one thread."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], cache: PrefixCache) -> None:
         self._blocks = [group.block_tokens for group in groups if group.kind == "full"]
-        self._cache: PrefixCache | None = None
-        self._passed: list[RequestFacts] = []  # loads that are skipped
-
-    def bind(self, cache: PrefixCache) -> None:
-        """Take vLLM's cache, until which nobody passes."""
         self._cache = cache
+        self._passed: list[RequestFacts] = []  # loads that are skipped
 
     def lacks(self, facts: RequestFacts, start: int, end: int) -> bool:
         """Return whether a load of these tokens is to be skipped, because there are no blocks for it.
 
         What windows and states take is not counted: it does not lack room that it may have.
         """
-        if self._cache is None:
-            return False
         need, free = sum(-(-end // block) - start // block for block in self._blocks), self._cache.free
         if need <= free or (facts.passers is None and len(self._passed) >= MAX_PASSED):
             return False
@@ -136,15 +129,11 @@ UNIT = 16
 """The tokens of the smallest block that a producer may have. Larger ones are multiples of it."""
 
 
-class RetainedBlocks:
-    """The blocks of requests that load. One thread."""
+class UnfilledBlocks:
+    """The blocks that loads may leave unfilled, because they begin behind a window. One thread."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], cache: PrefixCache) -> None:
         self._windows = [(g, group) for g, group in enumerate(groups) if group.kind == "window"]
-        self._cache: PrefixCache
-
-    def bind(self, cache: PrefixCache) -> None:
-        """Use vLLM's cache."""
         self._cache = cache
 
     def loads(self, facts: RequestFacts, table: BlockTable, start: int, end: int) -> None:
@@ -165,18 +154,12 @@ class RetainedBlocks:
 class LocalHits:
     """The part of a prompt that is cached here. One thread."""
 
-    def __init__(self, side: SchedulerSide, pins: BlockPins) -> None:
-        self._side, self._pins = side, pins
-        self._cache: PrefixCache | None = None
-
-    def bind(self, cache: PrefixCache) -> None:
-        """Use vLLM's cache, until which nothing is known."""
-        self._cache = cache
+    def __init__(self, side: SchedulerSide, pins: BlockPins, cache: PrefixCache) -> None:
+        self._side, self._pins, self._cache = side, pins, cache
 
     def prefetch(self, request: Request) -> None:
-        """Begin a short load behind what is cached of a request's prompt, if that is known."""
-        if self._cache is not None:
-            self._side.prefetch(request.request_id, self._cache.tokens(request))
+        """Begin a short load behind what is cached of a request's prompt."""
+        self._side.prefetch(request.request_id, self._cache.tokens(request))
 
     def loadable(self, request: Request, computed: int) -> int | None:
         """Answer ``SchedulerSide.loadable``.
@@ -186,21 +169,16 @@ class LocalHits:
         name = request.request_id
         asking = computed > 0 and self._side.asking(name)
         tokens = self._side.loadable(name, computed)
-        if not tokens or not asking or self._cache is None:
+        if not tokens or not asking:
             return tokens
-        with self._kept(self._cache, request):
-            self._side.prefetch(name, computed)
-        return self._side.loadable(name, computed)
-
-    @contextmanager
-    def _kept(self, cache: PrefixCache, request: Request) -> Iterator[None]:
-        """Keep the blocks that vLLM has found and not taken yet from being lent."""
-        rows, _ = cache.hit(request.block_hashes, request.num_tokens - 1)
+        # The blocks that vLLM has found and not taken yet must not be lent.
+        rows, _ = self._cache.hit(request.block_hashes, request.num_tokens - 1)
         self._pins.keep(self, (block.block_id for row in rows for block in row if not block.is_null))
         try:
-            yield
+            self._side.prefetch(name, computed)
         finally:
             self._pins.drop(self)
+        return self._side.loadable(name, computed)
 
 
 SHARE = 4
@@ -254,32 +232,22 @@ _Known = tuple[Sequence[Any], tuple[tuple[int, str], ...]]
 """The hashes of a request's blocks; and where each of its media begins, and vLLM's name for it."""
 
 
-class HeldPrefixes:
+class CachedPrefixes:
     """The requests that an engine has computed, and what its cache still has of them. One thread.
 
-    ``null``: vLLM's number of the block that stands for none.
-
-    Attributes:
-        is_ambiguous: Whether vLLM may take one of two items of media for the other, because they have had this name.
+    Args:
+        groups: The engine's.
+        blocks: How many blocks its cache has.
+        cache: It.
+        is_ambiguous: Says of a name whether vLLM may take one of two items of media for the other, because they have had it.
     """
 
-    def __init__(self, groups: Sequence[Group], blocks: int, null: int) -> None:
-        self._groups, self._null = tuple(groups), null
+    def __init__(
+        self, groups: Sequence[Group], blocks: int, cache: PrefixCache, is_ambiguous: Callable[[str], bool]
+    ) -> None:
+        self._groups, self._cache, self._is_ambiguous = tuple(groups), cache, is_ambiguous
         self._index: PrefixIndex[_Known] = PrefixIndex(TIMES * blocks * min(g.block_tokens for g in groups))
         self._new: list[RequestFacts] = []  # those that are computed and that no inquiry could find yet
-        self._cache: PrefixCache | None = None
-        self._sparse: list[int] = []  # windows, of which vLLM may not cache all full blocks
-        self.is_ambiguous: Callable[[str], bool] = lambda name: False
-        self._dropped = 0  # tokens that its lookup drops at the end, for the sake of drafts
-
-    def bind(self, cache: PrefixCache) -> None:
-        """Use vLLM's cache, until which nothing is held."""
-        if not cache.hashed:
-            return
-        self._cache = cache
-        if len(self._groups) == 1 and cache.drops_last:
-            self._dropped = cache.hashed  # with several groups it looks further by itself
-        self._sparse = [g for g, group in enumerate(self._groups) if group.kind == "window" and cache.caches(g)]
 
     def arrived(self, facts: RequestFacts, naming: Naming) -> None:
         """Take in a request that is to be computed; its blocks count as soon as vLLM can find them."""
@@ -294,9 +262,9 @@ class HeldPrefixes:
         write to the block of one that it does not cache. So are blocks that its load has left ``unfilled``.
         """
         computed = min(request.num_computed_tokens, request.num_tokens - 1)  # more may be under way, which is given up
-        for g in self._sparse:
-            assert self._cache is not None
-            self._cache.cache_all(request, g, computed, unfilled)
+        for g, group in enumerate(self._groups if self._cache.hashed else ()):
+            if group.kind == "window" and self._cache.caches(g):
+                self._cache.cache_all(request, g, computed, unfilled)
 
     def finished(self, facts: RequestFacts) -> None:
         """Record that a request is over; what it has computed can still be found."""
@@ -313,7 +281,7 @@ class HeldPrefixes:
 
     def holds(self, inquiry: Inquiry) -> HeldPrefix | None:
         """Return what is in the cache now of the tokens that an inquiry names; None if nothing is."""
-        if self._cache is None:
+        if not self._cache.hashed:
             return None
         for facts in self._new:
             self._add(facts)
@@ -322,25 +290,27 @@ class HeldPrefixes:
         if found is None:
             return None
         hashes, media = found.name
-        tokens = chain.floor(min([found.tokens, *(at for at, name in media if self.is_ambiguous(name))]))
+        tokens = chain.floor(min([found.tokens, *(at for at, name in media if self._is_ambiguous(name))]))
+        # For the sake of drafts a lookup of one group drops its last block; with several it looks further by itself.
+        dropped = self._cache.hashed if len(self._groups) == 1 and self._cache.drops_last else 0
         while tokens:
-            blocks, cached = self._cache.hit(hashes, tokens + self._dropped)
+            blocks, cached = self._cache.hit(hashes, tokens + dropped)
             states = (g for g, group in enumerate(self._groups) if group.kind == "state")
             if cached == tokens and not any(self._cache.changes(g, blocks[g]) for g in states):
                 rows = [[b.block_id for b in row] for row in blocks]
-                self._fill_windows(self._cache, rows, hashes, tokens)
-                return HeldPrefix(tokens, BlockTable.of(rows, self._null))
+                self._fill_windows(rows, hashes, tokens)
+                return HeldPrefix(tokens, table_of(rows))
             # What windows and states need for fewer tokens are other blocks.
             tokens = chain.floor(min(cached, tokens - 1))
         return None
 
-    def _fill_windows(self, cache: PrefixCache, rows: list[list[int]], hashes: Sequence[Any], tokens: int) -> None:
+    def _fill_windows(self, rows: list[list[int]], hashes: Sequence[Any], tokens: int) -> None:
         """Add blocks of windows that vLLM's lookup leaves out, because another block begins with the next token, if they are cached."""
         for g, group in enumerate(self._groups):
-            if group.kind != "window" or group.block_tokens != cache.hashed:
+            if group.kind != "window" or group.block_tokens != self._cache.hashed:
                 continue
             for at in range(group.kept(tokens)[0], len(rows[g])):
-                if rows[g][at] == self._null and (cached := cache.block(hashes[at], g)) is not None:
+                if rows[g][at] == NULL_BLOCK and (cached := self._cache.block(hashes[at], g)) is not None:
                     rows[g][at] = cached
 
     def clear(self, live: Iterable[RequestFacts]) -> None:

@@ -242,11 +242,17 @@ class VllmBlockPool:
 class PrefixCache:
     """vLLM's KV cache, as far as its manager knows it: what is free, whose blocks are which, and what of a prompt is cached.
 
+    Nothing is asked of it before ``bind``, which vLLM calls before there is a request.
+
     Attributes:
         hashed: Tokens for which vLLM has one hash; 0 if nothing is cached.
     """
 
-    def __init__(self, manager: Any) -> None:
+    _manager: Any
+    hashed: int
+
+    def bind(self, manager: Any) -> None:
+        """Take vLLM's manager, once it is there."""
         self._manager, self._pool, self._coordinator = manager, manager.block_pool, manager.coordinator
         caches = getattr(self._pool, "enable_caching", False)
         self.hashed = int(getattr(self._pool, "hash_block_size", 0)) if caches else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -119,6 +120,61 @@ class RequestFacts:
             if outcome is not None:
                 span.set_attribute("kvxfer.outcome", outcome)
             span.end()
+
+
+class Requests:
+    """The requests of one engine by name: those that run, and those that are over while their blocks are held. One thread."""
+
+    def __init__(self) -> None:
+        self._last: dict[
+            str, RequestFacts
+        ] = {}  # of each name; the one before it, if that is still there, is its ``earlier``
+        self._numbers = itertools.count()
+
+    def arrive(self, request: Request) -> tuple[RequestFacts, bool]:
+        """Return what is known of a request that is not over, and whether it is new."""
+        known = self._last.get(request.request_id)
+        if known is not None and not known.over:
+            return known, False
+        facts = RequestFacts(request.request_id, next(self._numbers), request, earlier=known)
+        self._last[facts.name] = facts
+        return facts, True
+
+    def last(self, name: str) -> RequestFacts | None:
+        """Return the last request of a name, over or not."""
+        return self._last.get(name)
+
+    def running(self, name: str) -> RequestFacts | None:
+        """Return the request of a name that is not over."""
+        facts = self._last.get(name)
+        return None if facts is None or facts.over else facts
+
+    def held(self, name: str) -> RequestFacts | None:
+        """Return the request of a name that is over, and whose blocks are held."""
+        last = self._last.get(name)
+        return last if last is None or last.over else last.earlier
+
+    def all_running(self) -> list[RequestFacts]:
+        """Return those that are not over."""
+        return [facts for facts in self._last.values() if not facts.over]
+
+    def unfinished(self) -> int:
+        """Return how many are not over."""
+        return len(self.all_running())
+
+    def forget(self, facts: RequestFacts) -> None:
+        """Forget a request of which nothing is computed or held any more."""
+        last = self._last.get(facts.name)
+        if last is not None and last is not facts:
+            last.earlier = None
+        elif facts.earlier is not None:
+            self._last[facts.name] = facts.earlier
+        else:
+            self._last.pop(facts.name, None)
+
+    def __len__(self) -> int:
+        """Return how many names are in use."""
+        return len(self._last)
 
 
 class LoadOutcomes:

@@ -17,23 +17,23 @@ from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer_vllm.arrivals import Arrivals
 from kvxfer_vllm.blocks import (
-    NULL_BLOCK,
-    HeldPrefixes,
+    CachedPrefixes,
     KeptAnswers,
     LocalHits,
     PendingFrees,
-    RetainedBlocks,
     Room,
+    UnfilledBlocks,
     step_tables,
     table_of,
 )
+from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.content.facts import facts_of, updated
 from kvxfer_vllm.internals import EngineLoop, PrefixCache, VllmBlockPool, around_reset, engine_transfer, tell_over
 from kvxfer_vllm.layout import replicated_ranks
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig
 from kvxfer_vllm.pages import replays
-from kvxfer_vllm.requests import OFFER, Batches, LoadOutcomes, NoPart, RequestFacts, RequestSpans
+from kvxfer_vllm.requests import OFFER, Batches, LoadOutcomes, NoPart, RequestFacts, Requests, RequestSpans
 from kvxfer_vllm.said import answer as answer_to_router
 from kvxfer_vllm.said import held_answer
 from kvxfer_vllm.settings import enclosed, groups_of
@@ -63,71 +63,77 @@ class SchedulerHooks:
     def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         assert transfer is not None
-        self._engine, self._tp = str(transfer.engine_id), parallel.tensor_parallel_size
-        outer, config = config, enclosed(config, vllm_config)
-        at_start = engine_transfer(vllm_config) is transfer and not replicated_ranks(vllm_config)
-        self._first_steps = 0 if at_start else FIRST_STEPS  # nobody finds this engine before its workers are known
-        groups = groups_of(kv_cache_config, vllm_config)
-        self._block_tokens = groups[0].block_tokens
+        groups, blocks = groups_of(kv_cache_config, vllm_config), kv_cache_config.num_blocks
+        self._engine, self._tp, self._block_tokens = (
+            str(transfer.engine_id),
+            parallel.tensor_parallel_size,
+            groups[0].block_tokens,
+        )
+        self._among_several = engine_transfer(vllm_config) is not transfer
+        # Nobody finds this engine before its workers are known.
+        self._first_steps = FIRST_STEPS if self._among_several or replicated_ranks(vllm_config) else 0
         replayed = (replays(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
         self._replayed = tuple(itertools.compress(groups, replayed))
-        self._pins, self._room = BlockPins(kv_cache_config.num_blocks // 4), Room(groups)
-        self._retained = RetainedBlocks(groups)
-        self._kept = KeptAnswers(self._pins, kv_cache_config.num_blocks, config.keep_answers)
-        facts = facts_of(vllm_config, config)
         # Model runner 2 zeroes such a cache's new blocks, or copies states into them, before it calls ``handle_preemptions``. Model
         # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
         self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
-        self._cached = HeldPrefixes(groups, kv_cache_config.num_blocks, NULL_BLOCK)
+        here = enclosed(config, vllm_config)
+
+        # What is there of vLLM's engine.
         loop = EngineLoop()
+        self._cache, self._pins = PrefixCache(), BlockPins(blocks // 4)
+        self._requests = Requests()
+        content = RequestContent(vllm_config)
+        self._adapters = content.adapters
+        self._cached = CachedPrefixes(groups, blocks, self._cache, content.media.is_ambiguous)
+
         self.side = SchedulerSide(
-            config,
+            here,
             self._engine,
             groups,
             parallel.world_size,
-            facts,
+            facts_of(vllm_config, here),
             pins=self._pins,
             writes_early=self._writes_early,
             holds=self._cached.holds,
             wake=loop.wake,
-            queue=loop.queue(lambda: sum(not one.over for one in self._requests.values())),
+            queue=loop.queue(self._requests.unfinished),
         )
-        self._news = PrefixNews()
-        self._stopping = Stopping(loop, self.side, config.drain, getattr(vllm_config, "shutdown_timeout", 0))
+
+        # Blocks.
+        self._room, self._unfilled = Room(groups, self._cache), UnfilledBlocks(groups, self._cache)
+        self._answers = KeptAnswers(self._pins, blocks, here.keep_answers)
+        self._hits = LocalHits(self.side, self._pins, self._cache)
+        self.frees = PendingFrees()
+
+        # Requests, and what is told of them.
+        self._spans, self._batches = RequestSpans(vllm_config), Batches()
+        self._outcomes = LoadOutcomes(self._spans)
+        self._no_part = NoPart(self._outcomes, self.side.takes_no_part)
+        self._news, self._gauges = PrefixNews(), RankGauges()
+        told = self._outcomes, self._batches, self._no_part
+        self._arrivals = Arrivals(
+            config, vllm_config, groups, self._replayed, self.side, self._hits, self._cached, content, *told
+        )
+
+        # Steps.
+        self._stopping = Stopping(loop, self.side, here.drain, getattr(vllm_config, "shutdown_timeout", 0))
         ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
-        self._requests: dict[str, RequestFacts] = {}  # by name; also those that are over, while their blocks are held
-        self.frees, self._numbers = PendingFrees(), itertools.count()
-        self._spans = RequestSpans(vllm_config)
-        self._outcomes = LoadOutcomes(self._spans)
-        self._batches, self._no_part = Batches(), NoPart(self._outcomes, self.side.takes_no_part)
-        self._hits = LocalHits(self.side, self._pins)
-        hear = self.side, self._hits, self._cached, self._outcomes, self._batches, self._no_part
-        self._arrivals = Arrivals(outer, vllm_config, groups, self._replayed, *hear)
-        self._adapters = self._arrivals.content.adapters
-        self._among_several = engine_transfer(vllm_config) is not transfer
         self._refused: dict[str, Failure] = {}  # loads that could not begin, of which vLLM has yet to hear
-        self._gauges = RankGauges()
         self._next = StepMetadata()  # what vLLM is to be told with the next step
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
         self._steps = 1
         self._holding_back = False  # whether this step gives blocks to nobody
-        self._cache: PrefixCache  # once it is there
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request) -> RequestFacts:
         """Return what is known of a request; the first time that we hear of it, learn what it offers or loads."""
-        facts = known = self._requests.get(request.request_id)
-        if facts is None or facts.over:
-            facts = RequestFacts(request.request_id, next(self._numbers), request, earlier=known)
-            self._requests[facts.name] = facts
+        facts, is_new = self._requests.arrive(request)
+        if is_new:
             self._arrivals.take_in(facts)
         return facts
-
-    def _running(self, name: str) -> RequestFacts | None:
-        facts = self._requests.get(name)
-        return None if facts is None or facts.over else facts
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
@@ -162,28 +168,23 @@ class SchedulerHooks:
         A load that begins behind a window of which nothing is kept for prefix hits would not bring it; vLLM computes it again.
         """
         lacks_window = computed > 0 and any(computed > group.behind(facts.end) for group in self._replayed)
-        return (
-            facts.refused
-            or lacks_window
-            or facts.request.skip_reading_prefix_cache
-            or not self._adapters.is_same(facts)
-        )
+        return facts.refused or lacks_window or not self._adapters.is_same(facts)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Handle ``update_state_after_alloc``."""
         name, table = request.request_id, table_of(blocks.get_block_ids())
-        facts = self._requests[name]
+        facts = self.arrive(request)
         if facts.asked_in == self._steps:
             facts.asked_in, self._unplaced = 0, self._unplaced - 1
         self._room.admitted(facts)
         if external:
             facts.into = table if self._arrivals.partly and not facts.asking else None
-            self._retained.loads(facts, table, facts.end - external, facts.end)
+            self._unfilled.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.is_prefetched(name):
             failure = self.side.failure(name)
             computed = ELSEWHERE if facts.promised else COMPUTED if failure is None else str(failure.kind)
             self._outcomes.ended(facts, DELIVERED if external else computed)
-            self._retained.cached(facts)
+            self._unfilled.cached(facts)
         else:
             facts.loading = True
         try:
@@ -199,18 +200,18 @@ class SchedulerHooks:
 
         name = request.request_id
         whole = request.status.name in WHOLE
-        self._arrivals.drop_outdated(self._requests.values())
-        facts = self._running(name) or RequestFacts(name, next(self._numbers), request)
+        self._arrivals.drop_outdated(self._requests)
+        facts, _ = self._requests.arrive(request)
         self._cached.finished(facts)
         self._room.finished(facts)
-        self._retained.cached(facts)
+        self._unfilled.cached(facts)
         self._outcomes.ended(facts, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         last_of = self._batches.ended(facts)
         answer = self.side.offers.answer(name)
         if whole and facts.answers:
             self._cached.keep_findable(request, facts.unfilled)
-            self._kept.keep(facts.number, table_of(block_ids).ids())
+            self._answers.keep(facts.number, table_of(block_ids).ids())
         held = self.side.finished(name, table_of(block_ids), whole, good=aborted)
         if facts.loading and self._among_several and not held:
             # vLLM frees its blocks at the end of the load, and again when a sibling lets go of them; so the load, too, counts as keeping.
@@ -243,13 +244,13 @@ class SchedulerHooks:
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """Follow what this step computes, and say what the workers must know with it."""
-        self._arrivals.drop_outdated(self._requests.values())
+        self._arrivals.drop_outdated(self._requests)
         self._stopping.look(busy=bool(self._requests))
         self._pace.begins(output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
-        if self._kept:
-            self._kept.give_back(self._cache.free)
+        if self._answers:
+            self._answers.give_back(self._cache.free)
         idle = not output.total_num_scheduled_tokens
         stuck = bool(self._unplaced) and idle
         if output.preempted_req_ids or stuck:
@@ -280,7 +281,7 @@ class SchedulerHooks:
         self._refused = {}
         over = set(output.finished_recving or ())  # those that workers were told of, and a sibling's
         over.update(name for name, failure in ends.items() if self._load_ended(name, failure, update.short.get(name)))
-        for facts in [self._requests[name] for name in over if name in self._requests]:
+        for facts in [facts for facts in map(self._requests.last, over) if facts is not None]:
             if facts.saves:
                 over.remove(facts.name)
                 self._next.freed += (facts.name,)
@@ -295,7 +296,7 @@ class SchedulerHooks:
 
         It is told of what it takes from workers only once these have said it, with the next step.
         """
-        facts = self._running(name)
+        facts = self._requests.running(name)
         if facts is None:
             return True  # and frees the blocks of a request that is over
         self._outcomes.ended(facts, DELIVERED if failure is None else str(failure.kind))
@@ -312,8 +313,7 @@ class SchedulerHooks:
 
     def _let_held_go(self, name: str) -> None:
         """Forget a request whose blocks are no longer held for others."""
-        last = self._requests.get(name)
-        facts = last if last is None or last.over else last.earlier
+        facts = self._requests.held(name)
         if facts is not None:
             self.frees.released(name)
             self._forget(facts)
@@ -322,13 +322,7 @@ class SchedulerHooks:
     def _forget(self, facts: RequestFacts) -> None:
         """Forget a request of which nothing is computed or held any more."""
         self._batches.over(facts)
-        last = self._requests.get(facts.name)
-        if last is not None and last is not facts:
-            last.earlier = None
-        elif facts.earlier is not None:
-            self._requests[facts.name] = facts.earlier
-        else:
-            self._requests.pop(facts.name, None)
+        self._requests.forget(facts)
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
@@ -351,10 +345,10 @@ class SchedulerHooks:
         KV computed before and KV computed from now on must not be mixed, here or between engines. Returns False if blocks
         are still in use, so that nothing was dropped: vLLM then calls it again, and the connector holds none by then.
         """
-        self._kept.clear()
+        self._answers.clear()
         if not self.side.withdraw_all("the engine drops its caches, as for other weights"):
             return False
-        self._cached.clear(self._requests.values())
+        self._cached.clear(self._requests.all_running())
         self.side.identify(updated(self.side.facts))
         self._arrivals.model = sealed(self.side.facts)
         return True
@@ -365,9 +359,7 @@ class SchedulerHooks:
 
     def bind_cache(self, manager: Any) -> None:
         """Take what knows vLLM's prefix cache, once it is there."""
-        self._cache = PrefixCache(manager)
-        for one in (self._hits, self._cached, self._room, self._retained):
-            one.bind(self._cache)
+        self._cache.bind(manager)
         around_reset(manager, self._let_go, self._say_why)
 
     def _let_go(self) -> None:
@@ -376,10 +368,10 @@ class SchedulerHooks:
         That is revoked with the next step only. So where a step writes early, nobody is given blocks in that one.
         """
         self.side.short_of_blocks()
-        self._kept.clear()
-        for name, facts in self._requests.items():
-            if not facts.over and self.side.follows(name) and not any(self._cache.table(name)):
-                self.side.preempted(name)
+        self._answers.clear()
+        for facts in self._requests.all_running():
+            if self.side.follows(facts.name) and not any(self._cache.table(facts.name)):
+                self.side.preempted(facts.name)
         self._holding_back = self._writes_early
 
     def _say_why(self) -> None:
