@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvxfer_vllm.pages import CATALOGUE, WRITERS
+from kvxfer_vllm.pages.catalogue import CATALOGUE
+from kvxfer_vllm.pages.forms import WRITERS
 
 PAGE = Path(__file__).with_name("models.md")
 

@@ -27,7 +27,9 @@ from vllm.v1.kv_cache_interface import (
 
 from kvxfer.errors import ConfigError
 from kvxfer.values import Group
-from kvxfer_vllm.pages import CATALOGUE, WRITERS, form_of, group_pages, writer_of
+from kvxfer_vllm.pages.catalogue import CATALOGUE
+from kvxfer_vllm.pages.forms import WRITERS, form_of, writer_of
+from kvxfer_vllm.pages.groups import group_pages
 
 ROOT = Path(__file__).parents[2]
 ABSTRACT = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}

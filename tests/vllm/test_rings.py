@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, MLAAttentionSpec
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Incompatible
-from kvxfer_vllm.pages import group_pages, writer_of
+from kvxfer_vllm.pages.forms import writer_of
+from kvxfer_vllm.pages.groups import group_pages
 from tests.vllm.cases import RUNNERS, check, decode, load_that_fails, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, Group, answer, prompt

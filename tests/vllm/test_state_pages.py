@@ -20,7 +20,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase  # noqa: E402
 from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402
 
 from kvxfer.geometry import Cache, Group, Incompatible, Planner, Rank, Region, View, route  # noqa: E402
-from kvxfer_vllm.pages import state_pieces  # noqa: E402
+from kvxfer_vllm.pages.groups import state_pieces  # noqa: E402
 
 Shapes = mamba_utils.MambaStateShapeCalculator
 NAMES_REPLICAS = "tp_replicated" in {f.name for f in fields(MambaSpec)}

@@ -27,7 +27,7 @@ from vllm.models.kimi_k3.nvidia.kda import KimiK3DeltaAttention  # noqa: E402
 from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402
 
 from kvxfer.geometry import Rank  # noqa: E402
-from kvxfer_vllm.pages import state_pieces  # noqa: E402
+from kvxfer_vllm.pages.groups import state_pieces  # noqa: E402
 
 HIDDEN, TAPS, ITEM = 64, 4, 4
 KEYS, VALUES, WIDTH, CHANNELS = 4, 8, 16, 32

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Rank, TokenTurns
 from kvxfer_vllm.layout import Place, rank_of
-from kvxfer_vllm.pages import group_pages
+from kvxfer_vllm.pages.groups import group_pages
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, Group, prompt

@@ -22,8 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 import kvxfer_vllm.internals as internals
-from kvxfer_vllm import settings as logs
-from kvxfer_vllm.internals import loads_safely
 from kvxfer_vllm.metadata import ReportMetadata, StepMetadata
 from kvxfer_vllm.metrics import KVXferPromMetrics
 from kvxfer_vllm.migration import translate
@@ -35,6 +33,7 @@ from kvxfer_vllm.settings import (
     groups_of,
     hits_may_differ,
     settings_of,
+    share,
     wanted_layout,
 )
 from kvxfer_vllm.stats import KVXferStats
@@ -57,12 +56,12 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        logs.share()
+        share()
         check_enclosure(vllm_config)
         config = settings_of(vllm_config, self._translate)
         groups = groups_of(kv_cache_config, vllm_config)
         self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")
-        self._hits_may_differ = loads_safely(vllm_config) and hits_may_differ(kv_cache_config)
+        self._hits_may_differ = internals.loads_safely(vllm_config) and hits_may_differ(kv_cache_config)
         self._scheduler: SchedulerHooks | None = None
         self._worker: WorkerHooks | None = None
         if role == KVConnectorRole.SCHEDULER:

@@ -19,18 +19,8 @@ from kvxfer.geometry import Cache, Heads, Region, TokenTurns, View
 from kvxfer.logs import logger
 from kvxfer.values import NULL, BlockTable, Group, Ints, Rank
 from kvxfer_vllm.internals import layers_of
-from kvxfer_vllm.pages import (
-    Form,
-    encoding_of,
-    form_of,
-    group_pages,
-    indexer_rows,
-    replicated,
-    state_pieces,
-    takes_turns,
-    total_heads,
-    writer_of,
-)
+from kvxfer_vllm.pages.forms import Form, encoding_of, form_of, indexer_rows, replicated, writer_of
+from kvxfer_vllm.pages.groups import Piece, group_pages, state_pieces, takes_turns, total_heads
 
 if TYPE_CHECKING:
     import torch
@@ -143,8 +133,8 @@ class Layout:
                     continue  # it reads the cache of another layer and has none of its own
                 seen.add(offset)
                 pages = _Pages(name, tensors[name], spec, g, kernel_tokens, config, place)
-                for shape, within in pages.state() if hasattr(spec, "shapes") else pages.planes():
-                    shapes[shape].append((name, offset + within))
+                for piece in pages.pieces():
+                    shapes[pages.view_of(piece)].append((name, offset + piece.offset))
                 if pages.by_rank:
                     by_rank.append(name)
         if by_rank:
@@ -194,12 +184,8 @@ class _Regions:
         return start + int(tensor.data_ptr()) - region.address
 
 
-Plane = tuple[tuple[Any, ...], int]
-"""(everything of a view that layers may share, bytes from the start of the layer's cache)."""
-
-
 class _Pages:
-    """One layer's pages as planes of a view.
+    """One layer's pages as planes of views.
 
     ``by_rank``: whether each rank's go to the same rank of an equal engine only, though more than that is known of
     what they hold.
@@ -223,33 +209,24 @@ class _Pages:
         self.by_rank = False
         self._stride, self._head, self._token = (s * t.element_size() for s in t.stride()[:3])
 
+    def pieces(self) -> list[Piece]:
+        """Return all that its pages hold."""
+        return self._state() if hasattr(self._spec, "shapes") else self._planes()
+
+    def view_of(self, piece: Piece) -> tuple[Any, ...]:
+        """Return everything of a plane's view that layers may share."""
+        draft = draft_of(self._name, self._config)
+        encoding = f"{piece.encoding}/draft {draft}" if draft else piece.encoding
+        of_all = piece.plane, self._group, self._t.shape[0], self._stride, piece.unit
+        return *of_all, encoding, piece.heads, piece.token, bool(draft), self._turns
+
     def _plane(
         self, plane: str, unit: int, form: Form, heads: Heads | None, token: int | None, within: int = 0
-    ) -> Plane:
+    ) -> Piece:
         encoding = encoding_of(self._name, self._layer, self._spec, form, self._writer, self._t, self._config)
-        return self._described(plane, unit, encoding, heads, token, within)
+        return Piece(plane, unit, encoding, heads, within, token)
 
-    def _described(
-        self, plane: str, unit: int, encoding: str, heads: Heads | None, token: int | None, within: int
-    ) -> Plane:
-        draft = draft_of(self._name, self._config)
-        if draft:
-            encoding = f"{encoding}/draft {draft}"
-        shape = (
-            plane,
-            self._group,
-            self._t.shape[0],
-            self._stride,
-            unit,
-            encoding,
-            heads,
-            token,
-            bool(draft),
-            self._turns,
-        )
-        return shape, within
-
-    def planes(self) -> list[Plane]:
+    def _planes(self) -> list[Piece]:
         """Rows of tokens, as far as it is known that they are."""
         form, spec = form_of(self._spec, self._writer), self._spec
         _, slots, states, content = self._t.shape
@@ -276,7 +253,7 @@ class _Pages:
         heads = self._heads()
         return [self._plane("k", k, form, heads, self._token), self._plane("v", v, form, heads, self._token, k)]
 
-    def _indexer(self) -> list[Plane]:
+    def _indexer(self) -> list[Piece]:
         """Return the values and the scales of a sparse indexer's tokens, each as rows; nothing if its pages are not known."""
         rows = indexer_rows(self._layer, self._spec)
         _, slots, states, content = self._t.shape
@@ -295,7 +272,7 @@ class _Pages:
             self._plane("index scales", scales, "indexer", None, scales, states * values),
         ]
 
-    def _whole(self) -> list[Plane]:
+    def _whole(self) -> list[Piece]:
         """Pages of which nothing is known.
 
         They are moved in as few pieces as they have in memory, to the same rank of an engine of the same size unless
@@ -321,15 +298,14 @@ class _Pages:
             for i, (name, unit) in enumerate(zip(names, pieces, strict=True))
         ]
 
-    def state(self) -> list[Plane]:
+    def _state(self) -> list[Piece]:
         """Recurrent states."""
         t, nbytes = self._t, int(self._spec.state_content_size_bytes)
         if t.shape[1:3] != (1, 1) or t.shape[3] * t.element_size() < nbytes:
             raise ConfigError(
                 f"layer {self._name!r}: a state cache of shape {tuple(t.shape)} for {nbytes} bytes is not known"
             )
-        found = state_pieces(self._layer, self._spec, self._rank, self._size, t.device.type)
-        return [self._described(p.plane, p.unit, p.encoding, p.heads, None, p.offset) for p in found]
+        return state_pieces(self._layer, self._spec, self._rank, self._size, t.device.type)
 
     def _heads(self) -> Heads:
         """Return the range of the layer's KV heads that this rank holds; ranks beyond their number hold replicas.

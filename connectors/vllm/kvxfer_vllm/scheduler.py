@@ -32,7 +32,7 @@ from kvxfer_vllm.internals import EngineLoop, PrefixCache, VllmBlockPool, around
 from kvxfer_vllm.layout import replicated_ranks
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig
-from kvxfer_vllm.pages import replays
+from kvxfer_vllm.pages.groups import replays
 from kvxfer_vllm.requests import OFFER, Batches, LoadOutcomes, NoPart, RequestFacts, Requests, RequestSpans
 from kvxfer_vllm.said import answer as answer_to_router
 from kvxfer_vllm.said import held_answer

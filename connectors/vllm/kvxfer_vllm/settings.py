@@ -16,12 +16,10 @@ from kvxfer.logs import logger
 from kvxfer.transport import registry
 from kvxfer.transport.auto import AUTO
 from kvxfer.values import Group
-from kvxfer_vllm import migration as addresses
-from kvxfer_vllm import settings as recurrent
 from kvxfer_vllm.internals import engine_transfer, together
 from kvxfer_vllm.layout import turn_takers
-from kvxfer_vllm.migration import ConnectorConfig, check_hosts, translate
-from kvxfer_vllm.pages import group_pages
+from kvxfer_vllm.migration import ConnectorConfig, check_hosts, defaults, located, translate
+from kvxfer_vllm.pages.groups import group_pages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,11 +103,11 @@ def settings_of(vllm_config: VllmConfig, translated: Translate = translate) -> C
             f"{', '.join(misplaced)} in kv_connector_extra_config is a setting of vLLM's: move it up, beside 'kv_connector'"
         )
     check_installed(mapping.get("backend"))
-    mapping, notes = addresses.defaults(mapping, os.environ)
+    mapping, notes = defaults(mapping, os.environ)
     for note in notes:
         log.info("%s", note)
     parallel = vllm_config.parallel_config
-    config = addresses.located(ConnectorConfig.from_mapping(mapping), parallel)
+    config = located(ConnectorConfig.from_mapping(mapping), parallel)
     check_hosts(config.legacy_hosts)
     for tier in config.secondary_tiers:
         ports = tier.get("control_ports")
@@ -173,7 +171,7 @@ def groups_of(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> tuple[
     pages = group_pages(kv_cache_config, turn_takers(vllm_config))
     for i, group in enumerate(pages):
         if group.group.kind == "state":
-            recurrent.check_spec(i, group.specs[0])
+            check_spec(i, group.specs[0])
     return tuple(group.group for group in pages)
 
 

@@ -198,7 +198,8 @@ _DELTA = frozenset({"QwenGatedDeltaNetAttention", "KimiGatedDeltaNetAttention", 
 class Piece:
     """One plane of a layer.
 
-    ``offset``: bytes from the start of a page; ``unit``: bytes of one head, or of the whole plane if it has no heads.
+    ``offset``: bytes from the start of a page; ``unit``: bytes of one head, or of the whole plane if it has no heads; ``token``: bytes
+    from one token to the next, ``None`` if it is not rows of tokens.
     """
 
     plane: str
@@ -206,6 +207,7 @@ class Piece:
     encoding: str
     heads: Heads | None
     offset: int = 0
+    token: int | None = None
 
 
 def state_pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> list[Piece]:
