@@ -81,7 +81,7 @@ class Arrivals:
         try:
             self._read(facts)
         except Exception as e:
-            facts.refused, facts.naming, facts.asking, facts.answers = True, None, False, False
+            facts.refused, facts.naming, facts.kind, facts.answers = True, None, "", False
             self._side.offers.withdraw(facts.name, "its request cannot be read")
             self._no_part.unreadable(facts.name, e)
 
@@ -169,7 +169,7 @@ class Arrivals:
         sources = [Source(where.host, where.port, 0) for where in hints.sources]
         tokens = max(0, facts.request.num_prompt_tokens - self._computed)
         if self._side.ask(facts.name, prompt, sources, tokens, kind=hints.kind):
-            facts.asking, facts.kind = True, hints.kind
+            facts.kind = hints.kind
 
     def _takes_no_part(self, said: Said, reason: Reason) -> None:
         if self._produces and said.offers:

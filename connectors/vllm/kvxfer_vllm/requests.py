@@ -16,7 +16,6 @@ from kvxfer.logs import logger
 from kvxfer.protocol.timers import Recent
 from kvxfer.security import Repeats
 from kvxfer.text import printable
-from kvxfer.values import BlockTable
 from kvxfer_vllm.said import ExternalId
 from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
 
@@ -87,31 +86,33 @@ class RequestFacts:
     name: str  # vLLM's id of it
     number: int  # requests count up in the order of their arrival
     request: Any = None
-    over: bool = False  # and its blocks are held for others
     earlier: RequestFacts | None = None  # a request of this name that is over and whose blocks are held
-    salt: str | None = None  # the cache salt that it came with, if it was ``reloaded``
+    over: bool = False  # and its blocks are held for others
+    salt: str | None = None  # the cache salt that it came with
     reloaded: bool = False  # whether vLLM caches it under another salt, because its adapter had been loaded again
     adapter: tuple[int, int] | None = None  # its number, and how often that had been replaced when the request came
     naming: Naming | None = None  # names its first tokens by content, until it is over
-    asked_in: int = 0  # the step for which vLLM has asked about it, and has no blocks for it so far
     nothing: Ticket | None = None  # what is told of it although it has nothing to offer
     refused: bool = False  # what it says cannot be read: it takes no part in KV transfer
     loading: bool = False  # whether vLLM waits for the end of its load
     saves: bool = False  # it is over while it loads, and beside it other connectors may keep its blocks
     promised: int = 0  # how many tokens vLLM was last told that it can load
     end: int = 0  # up to which token its load is to bring its prompt
-    into: BlockTable | None = None  # the blocks of its load, if that may be here in part
     # blocks of its load that begin behind a window, and may be left unfilled
     behind: set[int] = field(default_factory=set)
     unfilled: set[int] = field(default_factory=set)  # those of them that have been taken out of the prefix cache
     since: float | None = None  # when it came, if it is not known yet what becomes of its load
     key: bytes | None = None  # the key of the offer that its load takes
     passers: set[str] | None = None  # the names of those that have passed its load, which is skipped for want of room
-    asking: bool = False  # other engines, for a prefix; what they hold fails no request, whatever vLLM's policy
-    kind: str = ""  # who has named these engines: a router's schema
+    kind: str = ""  # who has named the engines that are asked for a prefix: a router's schema; empty if none are
     answers: bool = False  # whether its router is told, when it ends, where the KV is
     batch: HttpBatch | None = None  # the HTTP request that it belongs to, if it offers
     span: Any = None  # the span of its load, and later the span of its offer
+
+    @property
+    def asking(self) -> bool:
+        """Whether other engines are asked for a prefix. What they hold fails no request, whatever vLLM's policy."""
+        return bool(self.kind)
 
     def end_span(self, outcome: str | None = None) -> None:
         """Close its span, if one is open."""
@@ -136,7 +137,7 @@ class Requests:
         known = self._last.get(request.request_id)
         if known is not None and not known.over:
             return known, False
-        facts = RequestFacts(request.request_id, next(self._numbers), request, earlier=known)
+        facts = RequestFacts(request.request_id, next(self._numbers), request, known, salt=request.cache_salt)
         self._last[facts.name] = facts
         return facts, True
 

@@ -70,7 +70,7 @@ class SchedulerHooks:
             groups[0].block_tokens,
         )
         self._among_several = engine_transfer(vllm_config) is not transfer
-        # Nobody finds this engine before its workers are known.
+        # How many more steps are made for their sake: nobody finds this engine before its workers are known.
         self._first_steps = FIRST_STEPS if self._among_several or replicated_ranks(vllm_config) else 0
         replayed = (replays(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
         self._replayed = tuple(itertools.compress(groups, replayed))
@@ -122,8 +122,7 @@ class SchedulerHooks:
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
         self._refused: dict[str, Failure] = {}  # loads that could not begin, of which vLLM has yet to hear
         self._next = StepMetadata()  # what vLLM is to be told with the next step
-        self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for
-        self._steps = 1
+        self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
         self._holding_back = False  # whether this step gives blocks to nobody
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -140,13 +139,11 @@ class SchedulerHooks:
         facts = self.arrive(request)
         if self._holding_back:
             return None, False
-        if self._loads_nothing(facts, computed):
-            self._asked(facts)
-            return 0, False
-        tokens = self._hits.loadable(request, computed)
-        facts.promised = tokens or 0
-        if tokens is not None:
-            self._asked(facts)
+        tokens = 0 if self._loads_nothing(facts, computed) else self._hits.loadable(request, computed)
+        if tokens is None:
+            return None, False
+        self._unplaced.add(facts.name)
+        facts.promised = tokens
         if tokens and facts.asking:
             facts.end = computed + tokens
             if facts.since is None:
@@ -156,11 +153,6 @@ class SchedulerHooks:
         if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
         return tokens, beside
-
-    def _asked(self, facts: RequestFacts) -> None:
-        """Record that vLLM looks for blocks for a request in this step, unless ``allocated`` follows."""
-        if facts.asked_in != self._steps:
-            facts.asked_in, self._unplaced = self._steps, self._unplaced + 1
 
     def _loads_nothing(self, facts: RequestFacts, computed: int) -> bool:
         """Return whether a request computes all that is not cached here, or all of its prompt.
@@ -174,11 +166,9 @@ class SchedulerHooks:
         """Handle ``update_state_after_alloc``."""
         name, table = request.request_id, table_of(blocks.get_block_ids())
         facts = self.arrive(request)
-        if facts.asked_in == self._steps:
-            facts.asked_in, self._unplaced = 0, self._unplaced - 1
+        self._unplaced.discard(name)
         self._room.admitted(facts)
         if external:
-            facts.into = table if self._arrivals.partly and not facts.asking else None
             self._unfilled.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.is_prefetched(name):
             failure = self.side.failure(name)
@@ -258,7 +248,8 @@ class SchedulerHooks:
         for name, computed, table in step_tables(output, self.side.follows):
             self.side.runs(name, computed, output.num_scheduled_tokens[name], table)
         self.side.stands_still(stuck)
-        self._unplaced, self._steps, self._holding_back = 0, self._steps + 1, False
+        self._unplaced.clear()
+        self._first_steps, self._holding_back = max(0, self._first_steps - 1), False
         step, self._next = self._next, StepMetadata()
         step.step, step.idle, step.adapters = self.side.step(), idle, dict(self._adapters.heard)
         step.waited = idle and step.silent and self.side.loads.wait_alone()
@@ -300,14 +291,13 @@ class SchedulerHooks:
         if facts is None:
             return True  # and frees the blocks of a request that is over
         self._outcomes.ended(facts, DELIVERED if failure is None else str(failure.kind))
-        into, facts.into = facts.into, None
         if failure is not None and facts.asking:
             self._cache.anew(facts.request)
         elif failure is not None:
             self._next.failed += (name,)
             return False
-        elif short is not None and into is not None:
-            self._next.partial[name] = tuple(into[0][short // self._block_tokens :].tolist())
+        elif short is not None:  # where a table is of one row
+            self._next.partial[name] = tuple(self._cache.table(name)[0][short // self._block_tokens :])
             return False
         return True
 
@@ -334,7 +324,7 @@ class SchedulerHooks:
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
         self._stopping.look(busy=bool(self._requests))
-        unknown = self._steps < self._first_steps and not self.side.ready
+        unknown = self._first_steps > 0 and not self.side.ready
         return unknown or self.side.waiting or bool(self._refused or self._next.failed or self._next.partial)
 
     # --- life ------------------------------------------------------------------------------------------------------

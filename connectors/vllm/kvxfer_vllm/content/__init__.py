@@ -80,7 +80,7 @@ class RequestContent:
         self.media.note(request.mm_features or ())
         suffix = None if adapter is None else self.adapters.cached_under(adapter)
         if suffix is not None:
-            facts.salt, facts.reloaded = request.cache_salt, True
+            facts.reloaded = True
             cache_under(request, suffix)
 
     def digest(self, facts: RequestFacts, model: str, tokens: int | None = None) -> bytes:
@@ -97,7 +97,7 @@ class RequestContent:
             model=model,
             media=media,
             lora=lora,
-            salt=_salt(facts),
+            salt=facts.salt,
             embeds=None if embeds is None else _embeds(embeds[:tokens], _first(is_token, tokens)),
         )
         self._check_reloaded(facts, media)
@@ -116,7 +116,7 @@ class RequestContent:
             return None
         media = self._items(request, None)
         self._check_reloaded(facts, media)
-        return {"lora": self._lora(facts), "media": media, "salt": _salt(facts)}
+        return {"lora": self._lora(facts), "media": media, "salt": facts.salt}
 
     def _check_reloaded(self, facts: RequestFacts, media: Sequence[Any]) -> None:
         """Raise if vLLM may have cached something of a request from before its adapter was loaded again."""
@@ -133,10 +133,6 @@ class RequestContent:
         """Return the media that begin among the first tokens."""
         begun = [f for f in request.mm_features or () if tokens is None or f.mm_position.offset < tokens]
         return [(self.media.content(f), f.mm_position.offset, f.mm_position.length) for f in begun]
-
-
-def _salt(facts: RequestFacts) -> str | None:
-    return facts.salt if facts.reloaded else facts.request.cache_salt
 
 
 def _embeds(tensor: torch.Tensor, is_token: Sequence[bool] | None) -> bytes:
