@@ -500,7 +500,7 @@ def test_answers_that_are_kept_for_a_while(make: Make) -> None:
     d.run(p, until=busy)
     assert not d.preempted
     check(d, busy, prompt(1300, seed=50), 20)
-    assert len(ours(d.scheduler.connector)._sched._kept) == 0
+    assert len(ours(d.scheduler.connector)._sched._answers) == 0
     assert d.scheduler.reset_prefix_cache()
     p.lease_ends()
 

@@ -1,4 +1,8 @@
-"""vLLM's blocks, beside the requests that use them: which are held for others, which a load fills, which the cache can find."""
+"""vLLM's blocks, beside the requests that use them: which may not be reused, which a load fills, which the cache can find.
+
+Two words for what may not be reused. A request that is over is *held*: vLLM does not free its blocks until we say that others have read
+them. A block is *pinned*: we have a reference to it in vLLM's pool, whatever becomes of requests.
+"""
 
 from __future__ import annotations
 
@@ -182,46 +186,46 @@ class LocalHits:
 
 
 SHARE = 4
-"""Which part of the pool may be kept, and which must be free while anything is."""
+"""Which part of the pool answers may pin, and which must be free while any are pinned."""
 
 
-class KeptAnswers:
-    """The answers that are kept, each for a number of seconds; 0 for not at all. One thread. ``pins`` keeps their blocks from reuse."""
+class PinnedAnswers:
+    """The answers whose blocks are pinned, each for a number of seconds; 0 for none. One thread."""
 
     def __init__(self, pins: BlockPins, blocks: int, seconds: float) -> None:
         self._pins, self._most, self._seconds = pins, blocks // SHARE, seconds
-        self._kept: deque[tuple[Hashable, int, float]] = deque()  # under what, how many blocks, and until when
+        self._pinned: deque[tuple[Hashable, int, float]] = deque()  # under what, how many blocks, and until when
         self._blocks = 0
 
-    def keep(self, number: int, blocks: Collection[int]) -> None:
-        """Keep the blocks of the request of this number, which has just ended; they are still in use."""
+    def pin(self, number: int, blocks: Collection[int]) -> None:
+        """Pin the blocks of the request of this number, which has just ended; they are still in use."""
         holder = "answer", number
         if self._seconds and len(blocks) <= self._most and self._pins.keep(holder, blocks):
-            self._kept.append((holder, len(blocks), time.monotonic() + self._seconds))
+            self._pinned.append((holder, len(blocks), time.monotonic() + self._seconds))
             self._blocks += len(blocks)
 
-    def give_back(self, free: int) -> None:
-        """Let go of what has been kept long enough, and of the oldest while too few blocks of the pool are free."""
+    def unpin_old(self, free: int) -> None:
+        """Unpin what has been pinned long enough, and the oldest while too few blocks of the pool are free."""
         now = time.monotonic()
-        while self._kept:
-            _, count, until = self._kept[0]
+        while self._pinned:
+            _, count, until = self._pinned[0]
             if until > now and self._blocks <= self._most and free >= self._most:
                 return
-            self._drop_oldest()
+            self._unpin_oldest()
             free += count
 
     def clear(self) -> None:
-        """Let go of everything."""
-        while self._kept:
-            self._drop_oldest()
+        """Unpin everything."""
+        while self._pinned:
+            self._unpin_oldest()
 
-    def _drop_oldest(self) -> None:
-        holder, count, _ = self._kept.popleft()
+    def _unpin_oldest(self) -> None:
+        holder, count, _ = self._pinned.popleft()
         self._blocks -= count
         self._pins.drop(holder)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._pinned)
 
 
 TIMES = 2

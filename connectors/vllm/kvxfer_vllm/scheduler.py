@@ -18,9 +18,9 @@ from kvxfer.text import printable
 from kvxfer_vllm.arrivals import Arrivals
 from kvxfer_vllm.blocks import (
     CachedPrefixes,
-    KeptAnswers,
     LocalHits,
     PendingFrees,
+    PinnedAnswers,
     Room,
     UnfilledBlocks,
     step_tables,
@@ -102,7 +102,7 @@ class SchedulerHooks:
 
         # Blocks.
         self._room, self._unfilled = Room(groups, self._cache), UnfilledBlocks(groups, self._cache)
-        self._answers = KeptAnswers(self._pins, blocks, here.keep_answers)
+        self._answers = PinnedAnswers(self._pins, blocks, here.keep_answers)
         self._hits = LocalHits(self.side, self._pins, self._cache)
         self.frees = PendingFrees()
 
@@ -201,7 +201,7 @@ class SchedulerHooks:
         answer = self.side.offers.answer(name)
         if whole and facts.answers:
             self._cached.keep_findable(request, facts.unfilled)
-            self._answers.keep(facts.number, table_of(block_ids).ids())
+            self._answers.pin(facts.number, table_of(block_ids).ids())
         held = self.side.finished(name, table_of(block_ids), whole, good=aborted)
         if facts.loading and self._among_several and not held:
             # vLLM frees its blocks at the end of the load, and again when a sibling lets go of them; so the load, too, counts as keeping.
@@ -240,7 +240,7 @@ class SchedulerHooks:
         for name in output.preempted_req_ids or ():
             self.side.preempted(name)
         if self._answers:
-            self._answers.give_back(self._cache.free)
+            self._answers.unpin_old(self._cache.free)
         idle = not output.total_num_scheduled_tokens
         stuck = bool(self._unplaced) and idle
         if output.preempted_req_ids or stuck:
