@@ -81,8 +81,9 @@ class Arrivals:
         try:
             self._read(facts)
         except Exception as e:
-            facts.refused, facts.naming, facts.kind, facts.answers = True, None, "", False
-            self._side.offers.withdraw(facts.name, "its request cannot be read")
+            facts.refused = "its request cannot be read"
+            facts.naming, facts.kind, facts.answers = None, "", False
+            self._side.offers.withdraw(facts.name, facts.refused)
             self._no_part.unreadable(facts.name, e)
 
     def _read(self, facts: RequestFacts) -> None:
@@ -91,7 +92,8 @@ class Arrivals:
         params = request.kv_transfer_params or {}
         if not isinstance(params, Mapping):
             request.kv_transfer_params = None  # of which vLLM, too, takes for granted that it is one
-        facts.refused = (why := self._beside.no_load(request)) is not None
+        facts.unmoved = self._beside.no_part(request)
+        facts.refused = facts.unmoved or self._beside.no_load(request)
         try:
             said = read_params(params or self._legacy(facts.name) or {})
             self._take_up(facts, said)
@@ -108,8 +110,8 @@ class Arrivals:
             self._takes_no_part(said, Reason.INVALID)
             log.warning("request %s takes no part in KV transfer: %s", printable(facts.name), e)
             self._side.takes_no_part(facts.name, f"it takes no part in KV transfer: {e}")
-        if why is not None and said.loads:
-            self._no_part.not_loaded(facts.name, Reason.STATE, why)
+        if facts.refused is not None and said.loads:
+            self._no_part.not_loaded(facts.name, Reason.STATE, facts.refused)
         if isinstance(params, Mapping):
             self._follow_prefix(facts, params, said)
 
@@ -138,7 +140,7 @@ class Arrivals:
         hints = self.hints.read(params)
         try:
             named = self.content.named(facts)
-            if named is None or self._beside.no_part(request) is not None:
+            if named is None or facts.unmoved is not None:
                 return
             self._cached.arrived(facts, lambda tokens: Prefix(tokens, model=self.model, **named))
             if hints.sources and (why := self._asks_nobody(facts, said)) is not None:
@@ -161,8 +163,8 @@ class Arrivals:
             return "asks this engine to load a prefix, which its kv_role does not allow: set kv_both"
         if self._replayed:
             return "asks this engine to load a prefix, but its model computes the window behind each prefix again"
-        if (why := self._beside.no_load(facts.request)) is not None:
-            return f"asks for a prefix of a request that loads nothing: {why}"
+        if facts.refused is not None:
+            return f"asks for a prefix of a request that loads nothing: {facts.refused}"
         return None
 
     def _ask(self, facts: RequestFacts, prompt: Prefix, hints: Hints) -> None:
@@ -218,8 +220,8 @@ class Arrivals:
         request, name = facts.request, facts.name
         transfer = said.offered_id(self._side.source.epoch, external, content)
         ticket = Ticket(transfer, content, self._side.source)
-        if (unmoved := self._beside.no_part(request)) is not None:
-            self._no_part.not_offered(name, Reason.STATE, unmoved)
+        if facts.unmoved is not None:
+            self._no_part.not_offered(name, Reason.STATE, facts.unmoved)
             return
         if request.resumable:
             why = "vLLM tells nobody of it, because more of its prompt may come (streaming input)"
@@ -293,7 +295,7 @@ class Arrivals:
             )
             self._side.takes_no_part(name, "it is computed here: its prompt does not begin with that of its params")
             self._outcomes.ended(facts, str(FailureKind.DIGEST_DIFFERS))
-        if not self._replayed and not facts.refused:
+        if not self._replayed and facts.refused is None:
             # Not later: vLLM looks up what it has of a prompt, then asks us, then takes its blocks; none of those may be lent.
             self._hits.prefetch(request)
 

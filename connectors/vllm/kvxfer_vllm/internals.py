@@ -127,7 +127,8 @@ COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 )
 def tell_over(output: Any, over: Set[str]) -> None:
     """Have vLLM's scheduler, which is about to read a worker output, find in it that these loads are over, and no others."""
-    output.finished_recving = over
+    if over or output.finished_recving:
+        output.finished_recving = over
 
 
 @touches(

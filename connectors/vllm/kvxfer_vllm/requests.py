@@ -93,7 +93,8 @@ class RequestFacts:
     adapter: tuple[int, int] | None = None  # its number, and how often that had been replaced when the request came
     naming: Naming | None = None  # names its first tokens by content, until it is over
     nothing: Ticket | None = None  # what is told of it although it has nothing to offer
-    refused: bool = False  # what it says cannot be read: it takes no part in KV transfer
+    unmoved: str | None = None  # why nobody may compute on from its KV, nor it on others'
+    refused: str | None = None  # why it computes its whole prompt
     loading: bool = False  # whether vLLM waits for the end of its load
     saves: bool = False  # it is over while it loads, and beside it other connectors may keep its blocks
     promised: int = 0  # how many tokens vLLM was last told that it can load

@@ -160,7 +160,7 @@ class SchedulerHooks:
         A load that begins behind a window of which nothing is kept for prefix hits would not bring it; vLLM computes it again.
         """
         lacks_window = computed > 0 and any(computed > group.behind(facts.end) for group in self._replayed)
-        return facts.refused or lacks_window or not self._adapters.is_same(facts)
+        return facts.refused is not None or lacks_window or not self._adapters.is_same(facts)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Handle ``update_state_after_alloc``."""

@@ -43,9 +43,7 @@ class Beside:
         return None
 
     def no_load(self, request: Request) -> str | None:
-        """Return why a request computes its whole prompt; None if it may load."""
-        if (why := self.no_part(request)) is not None:
-            return why
+        """Return why a request computes its whole prompt though others' KV would do; None if it may load."""
         if request.skip_reading_prefix_cache:
             return (
                 "its whole prompt has to be computed, for log probabilities of its tokens or because it asks for that"
