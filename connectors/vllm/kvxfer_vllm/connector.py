@@ -50,9 +50,11 @@ if TYPE_CHECKING:
 
 
 class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
-    """kvxfer as a vLLM connector; vLLM creates one in the scheduler process and one in each worker."""
+    """kvxfer as a vLLM connector; vLLM creates one in the scheduler process and one in each worker, which has the hooks of its role."""
 
     _cache_hit_source = internals.HIT_SOURCE
+    _sched: SchedulerHooks
+    _work: WorkerHooks
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -62,12 +64,11 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         groups = groups_of(kv_cache_config, vllm_config)
         self._loaded = tuple(g for g, group in enumerate(groups) if group.kind != "local")
         self._hits_may_differ = internals.loads_safely(vllm_config) and hits_may_differ(kv_cache_config)
-        self._scheduler: SchedulerHooks | None = None
-        self._worker: WorkerHooks | None = None
+        self._hooks: SchedulerHooks | WorkerHooks
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHooks(config, vllm_config, kv_cache_config)
+            self._hooks = self._sched = SchedulerHooks(config, vllm_config, kv_cache_config)
         else:
-            self._worker = WorkerHooks(config, vllm_config, kv_cache_config)
+            self._hooks = self._work = WorkerHooks(config, vllm_config, kv_cache_config)
 
     @classmethod
     def _translate(cls, extra: Mapping[str, Any], transfer: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -76,11 +77,6 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return settings, tuple(f"configuration of P2pNcclConnector: {note}" for note in notes)
 
     # --- scheduler -------------------------------------------------------------------------------------------------
-
-    @property
-    def _sched(self) -> SchedulerHooks:
-        assert self._scheduler is not None
-        return self._scheduler
 
     def on_new_request(self, request: Request) -> None:
         self._sched.arrive(request)
@@ -139,11 +135,6 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker ----------------------------------------------------------------------------------------------------
 
     @property
-    def _work(self) -> WorkerHooks:
-        assert self._worker is not None
-        return self._worker
-
-    @property
     def _step(self) -> StepMetadata:
         step = self._get_connector_metadata()
         assert isinstance(step, StepMetadata)
@@ -198,7 +189,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._work.report()
 
     def get_kv_connector_stats(self) -> KVXferStats | None:
-        return self._sched.stats() if self._worker is None else self._work.stats()
+        return self._hooks.stats()
 
     # --- both ------------------------------------------------------------------------------------------------------
 
@@ -206,10 +197,7 @@ class KVXferConnector(KVConnectorBase_V1, SupportsHMA):
         return ()
 
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
+        self._hooks.close()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
