@@ -13,6 +13,7 @@ from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import RequestId
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer_vllm.arrivals import Arrivals
@@ -120,7 +121,7 @@ class SchedulerHooks:
         self._stopping = Stopping(loop, self.side, here.drain, getattr(vllm_config, "shutdown_timeout", 0))
         ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
-        self._refused: dict[str, Failure] = {}  # loads that could not begin, of which vLLM has yet to hear
+        self._refused: dict[RequestId, Failure] = {}  # loads that could not begin, of which vLLM has yet to hear
         self._next = StepMetadata()  # what vLLM is to be told with the next step
         self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
         self._holding_back = False  # whether this step gives blocks to nobody
@@ -182,7 +183,7 @@ class SchedulerHooks:
         except KvxferError as e:
             # An exception here would end the engine; a load that fails at once costs this request only.
             log.error("request %s cannot be loaded: %s", printable(name), e)
-            self._refused[name] = Failure(FailureKind.MISUSE, str(e))
+            self._refused[RequestId(name)] = Failure(FailureKind.MISUSE, str(e))
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Record that the request is over. True: its blocks stay until all ranks have reported them quiet."""
@@ -268,7 +269,7 @@ class SchedulerHooks:
         self._next.freed += tuple(update.free)
         for name in update.free:
             self._let_held_go(name)
-        ends: dict[str, Failure | None] = {**dict.fromkeys(update.loaded), **update.failed, **self._refused}
+        ends: dict[RequestId, Failure | None] = {**dict.fromkeys(update.loaded), **update.failed, **self._refused}
         self._refused = {}
         over = set(output.finished_recving or ())  # those that workers were told of, and a sibling's
         over.update(name for name, failure in ends.items() if self._load_ended(name, failure, update.short.get(name)))
