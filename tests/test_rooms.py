@@ -27,7 +27,7 @@ BY_REQUEST_OR_TRANSFER = {
     "Notices._over": "offers that are over, for a lease",
     "Notices._early": "offers that were declined before they were made",
     "Directory._awaited": "offers that engines wait for",
-    "SchedulerHooks._requests": "vLLM's requests",
+    "KnownRequests._last": "vLLM's requests",
     "Batches._by_id": "HTTP requests, by what their prompts have in common",
     "LoadOutcomes.used": "offers that were loaded once, or made for an HTTP request",
 }

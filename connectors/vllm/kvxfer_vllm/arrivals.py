@@ -18,7 +18,7 @@ from kvxfer_vllm.content import Beside, RequestContent, computed_anyway
 from kvxfer_vllm.content.adapters import UnknownAdapterError
 from kvxfer_vllm.internals import leave_last_token, loads_safely
 from kvxfer_vllm.migration import ConnectorConfig, params_of
-from kvxfer_vllm.requests import Batches, LoadOutcomes, NoPart, RequestFacts, Requests, spread_over_ranks
+from kvxfer_vllm.requests import Batches, KnownRequests, LoadOutcomes, NoPart, RequestFacts, spread_over_ranks
 from kvxfer_vllm.said import (
     KEYS,
     NO_VERB,
@@ -115,7 +115,7 @@ class Arrivals:
         if isinstance(params, Mapping):
             self._follow_prefix(facts, params, said)
 
-    def drop_outdated(self, requests: Requests) -> None:
+    def drop_outdated(self, requests: KnownRequests) -> None:
         """Offer nothing of the requests that may not be computed as they were named, and let nobody find anything of them.
 
         That is partly with weights that an adapter had before, or with media that another request has under the same name.

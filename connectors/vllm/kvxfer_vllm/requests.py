@@ -124,7 +124,7 @@ class RequestFacts:
             span.end()
 
 
-class Requests:
+class KnownRequests:
     """The requests of one engine by name: those that run, and those that are over while their blocks are held. One thread."""
 
     def __init__(self) -> None:

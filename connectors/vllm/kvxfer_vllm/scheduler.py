@@ -34,7 +34,7 @@ from kvxfer_vllm.layout import replicated_ranks
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig
 from kvxfer_vllm.pages.groups import replays
-from kvxfer_vllm.requests import OFFER, Batches, LoadOutcomes, NoPart, RequestFacts, Requests, RequestSpans
+from kvxfer_vllm.requests import OFFER, Batches, KnownRequests, LoadOutcomes, NoPart, RequestFacts, RequestSpans
 from kvxfer_vllm.said import answer as answer_to_router
 from kvxfer_vllm.said import held_answer
 from kvxfer_vllm.settings import enclosed, groups_of
@@ -83,7 +83,7 @@ class SchedulerHooks:
         # What is there of vLLM's engine.
         loop = EngineLoop()
         self._cache, self._pins = PrefixCache(), BlockPins(blocks // 4)
-        self._requests = Requests()
+        self._requests = KnownRequests()
         content = RequestContent(vllm_config)
         self._adapters = content.adapters
         self._cached = CachedPrefixes(groups, blocks, self._cache, content.media.is_ambiguous)
@@ -121,9 +121,9 @@ class SchedulerHooks:
         self._stopping = Stopping(loop, self.side, here.drain, getattr(vllm_config, "shutdown_timeout", 0))
         ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
-        self._refused: dict[RequestId, Failure] = {}  # loads that could not begin, of which vLLM has yet to hear
+        self._refused: list[tuple[RequestId, Failure]] = []  # loads that could not begin, of which vLLM has yet to hear
         self._next = StepMetadata()  # what vLLM is to be told with the next step
-        self._unplaced: set[str] = set()  # requests that vLLM has asked about for this step and found no blocks for
+        self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for, so far
         self._holding_back = False  # whether this step gives blocks to nobody
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class SchedulerHooks:
         tokens = 0 if self._loads_nothing(facts, computed) else self._hits.loadable(request, computed)
         if tokens is None:
             return None, False
-        self._unplaced.add(facts.name)
+        self._unplaced += 1
         facts.promised = tokens
         if tokens and facts.asking:
             facts.end = computed + tokens
@@ -167,7 +167,7 @@ class SchedulerHooks:
         """Handle ``update_state_after_alloc``."""
         name, table = request.request_id, table_of(blocks.get_block_ids())
         facts = self.arrive(request)
-        self._unplaced.discard(name)
+        self._unplaced -= 1  # or else the step computes something
         self._room.admitted(facts)
         if external:
             self._unfilled.loads(facts, table, facts.end - external, facts.end)
@@ -183,7 +183,7 @@ class SchedulerHooks:
         except KvxferError as e:
             # An exception here would end the engine; a load that fails at once costs this request only.
             log.error("request %s cannot be loaded: %s", printable(name), e)
-            self._refused[RequestId(name)] = Failure(FailureKind.MISUSE, str(e))
+            self._refused.append((RequestId(name), Failure(FailureKind.MISUSE, str(e))))
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Record that the request is over. True: its blocks stay until all ranks have reported them quiet."""
@@ -243,14 +243,13 @@ class SchedulerHooks:
         if self._answers:
             self._answers.unpin_old(self._cache.free)
         idle = not output.total_num_scheduled_tokens
-        stuck = bool(self._unplaced) and idle
+        stuck = idle and self._unplaced > 0
         if output.preempted_req_ids or stuck:
             self.side.short_of_blocks()
         for name, computed, table in step_tables(output, self.side.follows):
             self.side.runs(name, computed, output.num_scheduled_tokens[name], table)
         self.side.stands_still(stuck)
-        self._unplaced.clear()
-        self._first_steps, self._holding_back = max(0, self._first_steps - 1), False
+        self._unplaced, self._first_steps, self._holding_back = 0, max(0, self._first_steps - 1), False
         step, self._next = self._next, StepMetadata()
         step.step, step.idle, step.adapters = self.side.step(), idle, dict(self._adapters.heard)
         step.waited = idle and step.silent and self.side.loads.wait_alone()
@@ -269,8 +268,8 @@ class SchedulerHooks:
         self._next.freed += tuple(update.free)
         for name in update.free:
             self._let_held_go(name)
-        ends: dict[RequestId, Failure | None] = {**dict.fromkeys(update.loaded), **update.failed, **self._refused}
-        self._refused = {}
+        ends: dict[RequestId, Failure | None] = {**dict.fromkeys(update.loaded), **update.failed, **dict(self._refused)}
+        self._refused.clear()
         over = set(output.finished_recving or ())  # those that workers were told of, and a sibling's
         over.update(name for name, failure in ends.items() if self._load_ended(name, failure, update.short.get(name)))
         for facts in [facts for facts in map(self._requests.last, over) if facts is not None]:
