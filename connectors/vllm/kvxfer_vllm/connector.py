@@ -2,8 +2,8 @@
 
 The path of a load: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` (scheduler.py) queue a fetch;
 ``build_connector_meta`` sends it to the workers; ``start_load_kv`` (worker.py) gives it to the rank's agent
-(kvxfer.control), which asks the producer and whose data thread moves the planned bytes; ``build_connector_worker_meta``
-reports the end, of which ``update_connector_output`` (scheduler.py) tells vLLM.
+(kvxfer.control), which asks the producer and whose data thread moves the planned bytes. Its end comes with
+``build_connector_worker_meta``, and ``update_connector_output`` (scheduler.py) tells vLLM.
 """
 
 from __future__ import annotations
