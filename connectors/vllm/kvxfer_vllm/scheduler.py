@@ -271,6 +271,8 @@ class SchedulerHooks:
         ends: dict[RequestId, Failure | None] = {**dict.fromkeys(update.loaded), **update.failed, **dict(self._refused)}
         self._refused.clear()
         over = set(output.finished_recving or ())  # those that workers were told of, and a sibling's
+        for name in over:
+            self.side.confirm_load_ended(name)
         over.update(name for name, failure in ends.items() if self._load_ended(name, failure, update.short.get(name)))
         for facts in [facts for facts in map(self._requests.last, over) if facts is not None]:
             if facts.saves:
