@@ -51,7 +51,7 @@ try:
     a.close()
     raise AssertionError("it has closed")
 except TransportError as e:
-    assert "progress thread" in str(e) and "Restart" in str(e), e
+    assert "progress thread" in str(e) and "restart this process" in str(e), e
 c.close()
 e = world.local()
 world.allocate(e)
