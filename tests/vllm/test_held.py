@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
@@ -17,6 +18,8 @@ from tests.vllm.test_conversations import ask, named, rest
 from tests.vllm.wire import Wire
 
 PATIENT = {"ask_timeout": 10.0}
+FINDS_BESIDE_DRAFTS = hasattr(kv_cache_coordinator, "eagle_proof_margin")
+"""Whether vLLM, if it drafts, finds a whole prefix in several groups; 0.31 drops a block in each round of its lookup."""
 
 
 def source(p: PlayedEngine) -> dict[str, list[str]]:
@@ -82,7 +85,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kinds", KINDS.values() if FINDS_BESIDE_DRAFTS else [KINDS["one group"]])
 def test_engines_that_draft_are_asked_for_prefixes(make: Make, kinds: tuple[Group, ...]) -> None:
     """vLLM's own lookup drops the last block of a hit, for the sake of drafts."""
     groups = tuple(replace(group, drafts=2) if group.state else group for group in kinds)
