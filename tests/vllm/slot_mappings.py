@@ -28,6 +28,8 @@ def interpreted(kernel: Any) -> Any:
 
 
 KERNEL = interpreted(block_table.ComputeSlotMappingKernel.kernel)
+TWO_SIZES = "BLOCKS_PER_KV_BLOCK" in KERNEL.arg_names
+"""Whether the kernel tells the blocks of attention kernels from those of the cache, as in 0.31; they are equal here."""
 
 
 def slots(blocks: list[int], size: int, rank: int, ranks: int, span: int) -> list[int]:
@@ -40,6 +42,7 @@ def slots(blocks: list[int], size: int, rank: int, ranks: int, span: int) -> lis
         torch.arange(TOKENS),
         table,
         table.stride(0),
+        *([size] if TWO_SIZES else []),
         out,
         KV_CACHE_BLOCK_SIZE=size,
         TOTAL_CP_WORLD_SIZE=ranks,
@@ -47,6 +50,7 @@ def slots(blocks: list[int], size: int, rank: int, ranks: int, span: int) -> lis
         CP_KV_CACHE_INTERLEAVE_SIZE=span,
         PAD_ID=-1,
         BLOCK_SIZE=64,
+        **({"BLOCKS_PER_KV_BLOCK": 1} if TWO_SIZES else {}),
     )
     return out[:TOKENS].tolist()
 

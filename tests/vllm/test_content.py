@@ -39,6 +39,7 @@ INERT = {
     "lora_int_id": "vLLM's number for an adapter",
     "base_model_name": "for answers",
     "load_inplace": "when to load, not what",
+    "tensorizer_config_dict": "where 0.31 finds the weights, which are hashed themselves",
     "data": "what of `mm_features` is hashed",
     "modality": "the kind of an item",
 }
