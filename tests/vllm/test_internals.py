@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,21 @@ def test_a_release_without_sources_is_told_as_well(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("inspect.getsource", gone)
     monkeypatch.setitem(internals.TOUCHES, "lost", internals.Touch(("vllm.v1.request:Request.num_eggs",), ""))
     assert internals.changed() == {"lost": ["vllm.v1.request:Request.num_eggs"]}
+
+
+def test_what_another_library_wraps_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+    def around(init: Callable[..., None]) -> Callable[..., None]:
+        def patched(
+            self: object, *args: object, **options: object
+        ) -> None:  # as kvcached does it, without functools.wraps
+            init(self, *args, **options)
+
+        return patched
+
+    monkeypatch.setattr(KVCacheCoordinator, "__init__", around(around(KVCacheCoordinator.__init__)))
+    assert internals.changed() == {}
 
 
 def test_inner_parts_are_touched_in_one_file() -> None:

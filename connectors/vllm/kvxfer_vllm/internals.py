@@ -7,6 +7,7 @@ installed no longer fits; `kvxfer doctor` runs it, and a test does, by name. All
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import importlib
@@ -81,9 +82,24 @@ def _gives(kind: type, name: str) -> bool:
 
     It goes by the code that runs, because a release may be installed without its sources.
     """
-    methods = map(inspect.unwrap, filter(inspect.isfunction, vars(kind).values()))
+    methods = (inner for method in vars(kind).values() for inner in _inner(method))
     written = (step for method in methods for step in dis.get_instructions(method) if step.opname == "STORE_ATTR")
     return name in vars(kind).get("__annotations__", {}) or any(step.argval == name for step in written)
+
+
+def _inner(method: Any) -> list[Any]:
+    """Return a function and those it wraps: another library may have put its own around vLLM's (kvcached does), named or not."""
+    found: list[Any] = []
+    left = [method]
+    while left:
+        function = left.pop()
+        if inspect.isfunction(function) and function not in found:
+            found.append(function)
+            left.append(getattr(function, "__wrapped__", None))
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    left.append(cell.cell_contents)
+    return found
 
 
 # --- releases ------------------------------------------------------------------------------------------------------
