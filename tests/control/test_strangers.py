@@ -335,7 +335,7 @@ def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[SeededEngine, Se
 def test_however_many_links_strangers_keep_alive_the_next_one_is_made(
     engine, pair: tuple[SeededEngine, SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the cost of one over which nothing moves; whoever made that one makes it anew when it wants something."""
+    """At the cost of one over which nothing moves, of whoever has most of them."""
     monkeypatch.setattr(inbound, "MAX_LINKS", 4)
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
@@ -359,8 +359,11 @@ def test_however_many_links_strangers_keep_alive_the_next_one_is_made(
         late = engine({"verbs": ["read"]})
         honest(p, late, TransferId("own/1/late", 0))
         assert len([link for link in p.agents[0].links() if link.up]) == 4
-        honest(p, d, TransferId("own/1/again", 0))  # its link was the first to go, and then the first stranger's
-        assert waiting[0].hung_up_on()
+        assert waiting[0].hung_up_on()  # of the one who has most links, that which was used longest ago
+        for kept in waiting[1:]:
+            kept.say(m.Ping(2))
+            assert isinstance(kept.answer(), m.Pong)
+        honest(p, d, TransferId("own/1/again", 0))
         for i in range(4, 8):
             asks(stack, i, "own/1/kept")
         with Stranger(address) as s:

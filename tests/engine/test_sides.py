@@ -144,6 +144,13 @@ class Machine(RuleBasedStateMachine):
                 )
 
     def teardown(self) -> None:
+        try:
+            self.ends()
+        finally:  # hypothesis plays many more histories of one that fails
+            for engine in self.engines:
+                engine.side.close()
+
+    def ends(self) -> None:
         for engine, request in self.alive:
             engine.abort(request)
         for _ in range(3):
@@ -157,7 +164,6 @@ class Machine(RuleBasedStateMachine):
                 engine.step(1)
             assert len(engine.side) == 0 and not engine.pool.used() and not engine.side.waiting
             assert all(len(worker) == 0 for worker in engine.workers)
-            engine.side.close()
 
 
 TestAnyOrder = Machine.TestCase
