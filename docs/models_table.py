@@ -202,7 +202,7 @@ _E2E_PAIR, _E2E_GROUPS = "tests/e2e/test_pair.py", "tests/e2e/test_groups.py"
 _E2E_STATES = "tests/e2e/test_states.py"
 _SCHEDULER, _PAGES = "tests/vllm/test_multi.py", "tests/vllm/test_pages.py"
 _STATES, _RINGS = "tests/vllm/test_states.py", "tests/vllm/test_rings.py"
-_WEIGHTS, _FAMILIES = "tests/vllm/test_state_weights.py", "tests/vllm/test_families.py"
+_WEIGHTS, _KINDS = "tests/vllm/test_state_weights.py", "tests/vllm/test_kinds.py"
 _HEADS = "the number of KV heads differs by layer"
 _EQUAL_KERNELS = "block sizes and sorts of device must be equal"
 _WHOLE = "pages of unknown content: tensor-parallel sizes and block sizes must be equal"
@@ -238,12 +238,7 @@ FAMILIES = (
     Family("Gemma 3", ("Gemma3ForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER),
     Family("Gemma 3n", ("Gemma3nForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER, "layers that share a cache"),
     Family(
-        "Gemma 4",
-        ("Gemma4ForCausalLM",),
-        (_FULL, _WINDOW),
-        "scheduler",
-        _FAMILIES,
-        f"{_HEADS}; layers that share a cache",
+        "Gemma 4", ("Gemma4ForCausalLM",), (_FULL, _WINDOW), "scheduler", _KINDS, f"{_HEADS}; layers that share a cache"
     ),
     Family("gpt-oss", ("GptOssForCausalLM",), (_FULL, _WINDOW), "scheduler", _SCHEDULER),
     Family(
@@ -254,7 +249,7 @@ FAMILIES = (
         ("Step3p5ForCausalLM",),
         (_FULL, _WINDOW),
         "scheduler",
-        _FAMILIES,
+        _KINDS,
         f"{_HEADS}; if its configuration leaves it open, {_NO_CUT}",
     ),
     Family(
@@ -262,25 +257,25 @@ FAMILIES = (
         ("InklingForCausalLM",),
         (_FULL, _WINDOW, ("short convolutions", "SlidingWindowSpec")),
         "scheduler",
-        _FAMILIES,
+        _KINDS,
         f"{_HEADS}; convolutions have {_WHOLE}",
     ),
-    Family("Nemotron NAS", ("DeciLMForCausalLM",), (_FULL,), "scheduler", _FAMILIES, _HEADS),
-    Family("Llama 4", ("Llama4ForCausalLM",), (_FULL, _CHUNK), "scheduler", "tests/vllm/test_prompts.py"),
+    Family("Nemotron NAS", ("DeciLMForCausalLM",), (_FULL,), "scheduler", _KINDS, _HEADS),
+    Family("Llama 4", ("Llama4ForCausalLM",), (_FULL, _CHUNK), "scheduler", _KINDS),
     Family("DeepSeek V2", ("DeepseekV2ForCausalLM",), (_LATENT,), "end to end", _E2E_GROUPS),
     Family(
         "DeepSeek V3 and R1, Kimi K2, Mistral Large 3, GLM 4.7 Flash",
         ("DeepseekV3ForCausalLM", "MistralLarge3ForCausalLM", "Glm4MoeLiteForCausalLM"),
         (_LATENT,),
         "scheduler",
-        _FAMILIES,
+        _KINDS,
     ),
     Family(
         "DeepSeek V3.2, GLM 5, Hunyuan 4",
         ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"),
         (_LATENT, _INDEXER),
         "scheduler",
-        _FAMILIES,
+        _KINDS,
         "for an indexer's pages, sorts of device must be equal; on ROCm they are moved whole, and block sizes must be equal, too",
     ),
     Family(
@@ -288,7 +283,7 @@ FAMILIES = (
         ("DeepseekV4ForCausalLM",),
         (("compressed MLA", "MLAAttentionSpec"), _INDEXER, ("window of MLA, compressors", "SlidingWindowMLASpec")),
         "scheduler",
-        _FAMILIES,
+        _KINDS,
         f"pages are moved whole: {_EQUAL_KERNELS}",
     ),
     Family(
@@ -296,11 +291,11 @@ FAMILIES = (
         ("DeepseekV41ForCausalLM",),
         (_LATENT, _INDEXER, _REPLAYED, _RING),
         "scheduler",
-        _RINGS,
+        _KINDS,
         _DRAFTS,
     ),
-    Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "scheduler", _RINGS, _DRAFTS),
-    Family("Qwen 4 (experimental)", ("Qwen4ExpForCausalLM",), (_FULL, _STATE, _RING), "scheduler", _RINGS, _ROWS),
+    Family("GLM 5 Next", ("Glm5NextForCausalLM",), (_LATENT, _INDEXER, _RING), "scheduler", _KINDS, _DRAFTS),
+    Family("Qwen 4 (experimental)", ("Qwen4ExpForCausalLM",), (_FULL, _STATE, _RING), "scheduler", _KINDS, _ROWS),
     Family(
         "Step 5",
         ("Step5ForCausalLM",),
@@ -314,7 +309,7 @@ FAMILIES = (
         ("MiniMaxM3SparseForCausalLM",),
         (("sparse attention", "FullAttentionSpec"), _INDEXER),
         "scheduler",
-        _FAMILIES,
+        _KINDS,
         _WHOLE,
     ),
     Family(

@@ -22,25 +22,6 @@ overlap = both_ways
 
 @CACHES
 @pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "moving"])
-def test_a_failed_load_is_recomputed(make: Make, wire: Wire, groups: Any, quiet: bool) -> None:
-    p, d = make(groups), make(groups, policy="recompute")
-    text = prompt(90)
-    params = prefill(p, text)
-    wire.paused = True
-    name = d.add(text, params)
-    d.steps(2)
-    (load,) = wire.loads(d)
-    wire.begin(load)
-    wire.fail(load, "the link broke", quiet=quiet)
-    d.run(p, until=name)
-    check(d, name, text)
-    assert d.computed[name] == 90 + 3
-    if not quiet:
-        let_go(wire, load)
-
-
-@CACHES
-@pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "moving"])
 def test_a_failed_load_fails_its_request(make: Make, wire: Wire, groups: Any, quiet: bool) -> None:
     """... and that one only."""
     p, d = make(groups), make(groups, policy="fail")

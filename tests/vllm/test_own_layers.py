@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tests.engine.direct import Switchboard
@@ -71,3 +72,15 @@ def test_what_is_kept_behind_a_window_for_drafts_is_not_taken_for_loaded(
         again = d.add(other)
         d.run(until=again)
         check(d, again, other)
+
+
+def test_what_the_producer_s_last_mtp_modules_guessed_is_computed_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the prompt's last tokens, all modules but the first keep KV of drafts, which nobody verifies."""
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", 4)
+    p, d = (make((FULL, DRAFT), guesses=3, overlap=False) for _ in range(2))
+    for n in (2, 3, 4, 90):
+        text = prompt(n, seed=n)
+        name = decode(d, text, prefill(p, text), p, n=6)
+        assert d.computed[name] == min(n, 3) + 5

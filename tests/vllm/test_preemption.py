@@ -113,23 +113,6 @@ def test_blocks_that_are_zeroed_before_their_offer_is_revoked(
         check(p, other, prompt(30, seed=50 + i), 60)
 
 
-@RUNNERS
-@CACHES
-def test_preemption_of_the_consumer(make: Make, groups: Any, resumes_as_new: bool) -> None:
-    """After its load, which is not repeated: it computes its prompt when it is resumed."""
-    p, d = make(groups), make(groups, blocks=14 * len(groups), resumes_as_new=resumes_as_new, caching=False)
-    text = prompt(90)
-    params = prefill(p, text)
-    crowded = crowd(d)
-    d.steps(2)
-    name = d.add(text, params, n=40)
-    d.run(p)
-    assert groups != FULL or name in d.preempted
-    check(d, name, text, 40)
-    for i, other in enumerate(crowded):
-        check(d, other, prompt(30, seed=50 + i), 60)
-
-
 def test_preemption_of_the_consumer_behind_running_requests(make: Make) -> None:
     """predecessor 2.2.1: a resumed request stands behind running ones in the step, and loads or computes all the same."""
     p, d = make(), make(blocks=22, caching=False)

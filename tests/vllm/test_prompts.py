@@ -15,16 +15,6 @@ from tests.vllm.wire import Wire
 
 
 @CACHES
-@pytest.mark.parametrize("n", [2, 15, 16, 17, 32, 33, 38, 39, 40, 41, 47, 48, 49, 100])
-def test_prompts_of_all_lengths(make: Make, groups: Any, n: int) -> None:
-    """Shorter than a block, aligned to blocks and not; windows whose edge falls on each side of a block's."""
-    p, d = make(groups), make(groups)
-    text = prompt(n)
-    name = decode(d, text, prefill(p, text), p)
-    assert d.computed[name] == 1 + 3, "D computed more than the last token of its prompt"
-
-
-@CACHES
 def test_a_prompt_of_one_token(make: Make, groups: Any) -> None:
     """Its only token is computed at D: nothing is loaded, and P is told so. There is no state before it to offer."""
     p, d = make(groups), make(groups)
@@ -35,23 +25,6 @@ def test_a_prompt_of_one_token(make: Make, groups: Any) -> None:
         assert p.done[name].params is None
         return
     decode(d, text, prefill(p, text), p)
-
-
-@CACHES
-def test_chunked_prefill(make: Make, groups: Any) -> None:
-    p, d = make(groups, budget=16), make(groups, budget=16)
-    text = prompt(105)
-    name = decode(d, text, prefill(p, text), p)
-    assert d.computed[name] == 1 + 3
-
-
-@CACHES
-def test_more_than_one_token_on_p(make: Make, groups: Any) -> None:
-    """P goes on decoding, so far that its windows have left the prompt behind."""
-    p, d = make(groups), make(groups)
-    text = prompt(50)
-    name = decode(d, text, prefill(p, text, n=60), p)
-    assert d.computed[name] == 1 + 3
 
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
@@ -86,20 +59,6 @@ def test_many_at_once(make: Make) -> None:
     d.run(p)
     assert [d.done[name].tokens for name in names] == [answer(text, 4) for text in texts]
     assert all(d.computed[name] == 4 for name in names)
-
-
-@CACHES
-@pytest.mark.parametrize("known", [0, 48, 64, 80], ids=["none", "partial", "more", "full"])
-@pytest.mark.parametrize("side", ["p", "d"])
-def test_prefix_hits(make: Make, groups: Any, known: int, side: str) -> None:
-    p, d = make(groups), make(groups)
-    text = prompt(81)
-    if known:
-        warm = (p if side == "p" else d).add(text[:known] + [3], n=2)
-        p.run(d)
-        assert warm in p.done or warm in d.done
-    name = decode(d, text, prefill(p, text), p)
-    assert d.computed[name] == 1 + 3
 
 
 def test_a_hit_beyond_what_is_wanted(make: Make) -> None:

@@ -1,7 +1,4 @@
-"""Rings of rows that are not yet compressed, beside windows that vLLM computes anew behind prefix hits, as DeepSeek V4.1 has them.
-
-On vLLM's own scheduler; and the pages, by vLLM's own slot for a row (``_ring_slot_mapping_kernel``: position modulo rows).
-"""
+"""Rings of rows that are not yet compressed, by vLLM's own slot for a row (``_ring_slot_mapping_kernel``: position modulo rows)."""
 
 from __future__ import annotations
 
@@ -18,15 +15,10 @@ from kvxfer.errors import ConfigError
 from kvxfer.geometry import Incompatible
 from kvxfer_vllm.pages.forms import writer_of
 from kvxfer_vllm.pages.groups import group_pages
-from tests.vllm.cases import RUNNERS, check, decode, load_that_fails, prefill
-from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, Group, answer, prompt
+from tests.vllm.engine import Group
 from tests.vllm.sides import Layer, backend, engine, fill, law, load
 from tests.vllm.test_catalogue import groups
-from tests.vllm.wire import Wire
 from tests.vllm.writers import attention, gpu
-
-overlap = both_ways
 
 
 @pytest.fixture(autouse=True)
@@ -34,65 +26,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, 9)
 
 
-RING, REPLAYED = Group(ring=8), Group(window=24, replayed=True)
-RINGS = pytest.mark.parametrize(
-    "kinds",
-    [(Group(), RING), (Group(), REPLAYED), (Group(), REPLAYED, RING), (Group(), Group(state=True, aligned=True), RING)],
-    ids=["ring", "replayed", "both", "with a state"],
-)
-
-
-@pytest.mark.parametrize("n", range(2, 2 + 8))
-@pytest.mark.parametrize("more", [0, 64, 80])
-@RINGS
-def test_a_prompt_that_ends_anywhere_in_a_ring(make: Make, kinds: tuple[Group, ...], n: int, more: int) -> None:
-    """And a decode that goes round it several times."""
-    p, d = make(kinds), make(kinds)
-    text = prompt(n + more)
-    name = decode(d, text, prefill(p, text), p, n=30)
-    assert d.computed[name] == 1 + 29
-
-
-@pytest.mark.parametrize("cached", [16, 48, 64, 80])
-@RINGS
-def test_behind_a_prefix_hit(make: Make, kinds: tuple[Group, ...], cached: int) -> None:
-    """A load that would bring less than a window is not made: vLLM replays as many tokens as the window has."""
-    p, d = make(kinds), make(kinds)
-    text = prompt(90)
-    warm = d.add(text[: cached + 1] + prompt(3, seed=9), n=1)
-    d.run(until=warm)
-    name = decode(d, text, prefill(p, text), p, n=12)
-    replayed = any(group.replayed for group in kinds)
-    if replayed and cached > 89 - 24 + 1:
-        assert 90 - cached + 11 <= d.computed[name] <= 90 - cached + 24 + BLOCK + 11
-    else:
-        assert d.computed[name] == 1 + 11
-    again = decode(d, text, prefill(p, text), p, n=12)
-    check(d, again, text, 12)
-
-
-@RUNNERS
-@pytest.mark.parametrize("policy", ["recompute"])
-@RINGS
-def test_a_load_that_fails(make: Make, wire: Wire, kinds: tuple[Group, ...], policy: str, resumes_as_new: bool) -> None:
-    p, d = make(kinds, resumes_as_new=resumes_as_new), make(kinds, policy=policy, resumes_as_new=resumes_as_new)
-    text = prompt(90)
-    name, _ = load_that_fails(d, wire, text, prefill(p, text))
-    d.run(p, until=name)
-    assert d.done[name].tokens == answer(text, 12)
-
-
-def test_a_prompt_of_which_p_has_the_prefix(make: Make) -> None:
-    """P computes its window and its ring anew, too, before it offers them."""
-    kinds = (Group(), REPLAYED, RING)
-    p, d = make(kinds), make(kinds)
-    text = prompt(90)
-    for seed in (1, 2):
-        one = text + prompt(20 + seed, seed=seed)
-        decode(d, one, prefill(p, one), p, n=12)
-
-
-# --- pages
+REPLAYED = Group(window=24, replayed=True)
 
 
 def ring(rows: int, heads: int = 1, by: str = "models.deepseek_v41.compressor.CompressorBackend") -> dict[str, Layer]:

@@ -84,15 +84,6 @@ def test_hits_within_a_block(make: Make, groups: Any, n: int, side: str) -> None
         assert engine.done[name].tokens == answer(turn, 20)
 
 
-@pytest.mark.parametrize("kinds", [(STATEFUL, ALIGNED), (ALIGNED, STATEFUL), (DRAFTING, ALIGNED), (ALIGNED, DRAFTING)])
-@pytest.mark.parametrize("n", [15, 16, 17, 18, 64, 65, 100])
-def test_engines_that_keep_states_in_different_ways(make: Make, kinds: Any, n: int) -> None:
-    """With and without a prefix cache, and with room for drafts on one side only."""
-    p, d = (make(groups) for groups in kinds)
-    text = prompt(n)
-    decode(d, text, prefill(p, text), p)
-
-
 @STATES
 def test_a_state_that_was_evicted_comes_with_the_rest(make: Make, wire: Wire, groups: Any) -> None:
     """D's attention still has 80 tokens of the prompt cached, its states none: only what attention lacks is loaded."""
