@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from kvxfer import arguments
 from kvxfer.engine.side_channel import ChannelAddress
-from kvxfer.failures import Failure
 from kvxfer.identity import Generation, RequestId, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import RankResult, StepCommands
@@ -85,19 +82,12 @@ class Report:
         arguments.instance("later", later, Report)
         return Report(**{name: _merged(news, getattr(later, name)) for name, news in vars(self).items()})
 
-    @property
-    def over(self) -> dict[RequestId, Failure | None]:
-        """The requests whose load into their own blocks has ended on some rank, and why if it has failed there; each rank says so once."""
-        told = [one for one in self.results.values() if not one.prefetch and not one.again]
-        failed = {one.handle: one.failure for one in told if one.failure is not None}
-        return dict.fromkeys([one.handle for one in told]) | failed
-
     def __bool__(self) -> bool:
         return any(vars(self).values())
 
 
 def _merged(a: Any, b: Any) -> Any:
-    """Return both as one: dicts key by key, and of anything else the second. What nobody has heard is not said again."""
+    """Return both as one: dicts key by key, and of anything else the second."""
     if isinstance(a, dict):
         return {**a, **{k: _merged(a[k], v) if k in a else v for k, v in b.items()}}
-    return msgspec.structs.replace(b, again=a.again) if isinstance(b, RankResult) else b
+    return b

@@ -155,9 +155,7 @@ class Loads:
             return True
         if load.under_way or len(load.results) < self._ranks or not all(one.quiet for one in load.results.values()):
             return False
-        if load.state in (_S.ADMITTED, _S.COPYING):
-            return len(load.copied) >= self._ranks
-        return load.state is not _S.AWAITS_STEP or load.told
+        return load.state not in (_S.ADMITTED, _S.COPYING) or len(load.copied) >= self._ranks
 
     def preempted(self, request: RequestId) -> None:
         """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
@@ -245,5 +243,5 @@ class Loads:
         return any(load.writing or load.state in UNSEEN for load in self.schedule.working)
 
 
-UNSEEN = frozenset((_S.AHEAD, _S.ADMITTED, _S.COPYING, _S.ABANDONED, _S.UNQUIET, _S.AWAITS_STEP))
+UNSEEN = frozenset((_S.AHEAD, _S.ADMITTED, _S.COPYING, _S.ABANDONED, _S.UNQUIET))
 """States in which the engine waits for nothing, and yet must go on making steps."""

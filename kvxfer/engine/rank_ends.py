@@ -21,6 +21,8 @@ class _RankLoad:
 
     result: RankResult  # how it has ended, as far as is known
     blocks: int  # how many of the scheduler's blocks it fills
+    prefetch: bool  # whether they are lent
+    quarantined: bool = False  # whether it is reported although they may still be written to
 
 
 class RankEnds:
@@ -41,8 +43,8 @@ class RankEnds:
 
     def begin(self, fetch: Fetch, number: int, prefetch: bool) -> None:
         """Expect the end of a load, with this number; ``fetch`` has the scheduler's blocks."""
-        result = RankResult(RequestId(fetch.handle), self._rank, number, prefetch=prefetch)
-        self._loads[result.handle] = _RankLoad(result, len(fetch.blocks.ids()))
+        result = RankResult(RequestId(fetch.handle), self._rank, number)
+        self._loads[result.handle] = _RankLoad(result, len(fetch.blocks.ids()), prefetch)
 
     def number(self, request: RequestId) -> int | None:
         """Return the number of a load that is under way; None if none of this name is."""
@@ -106,11 +108,11 @@ class RankEnds:
         load.result = replace(
             load.result, generation=event.generation, failure=failure, stages=event.stages, short=event.short
         )
-        if load.result.prefetch:
+        if load.prefetch:
             self._report(load.result)
         elif failure is not None:
             self._failing[request] = load
-        if load.result.prefetch or failure is not None or event.short is not None:
+        if load.prefetch or failure is not None or event.short is not None:
             self._say(load.result)
 
     def _load_released(self, request: RequestId) -> None:
@@ -119,9 +121,9 @@ class RankEnds:
             return
         self._failing.pop(request, None)
         result = replace(load.result, quiet=True)
-        if result.prefetch or (result.failure is None and result.short is None):
+        if load.prefetch or (result.failure is None and result.short is None):
             self._say(result)
-        if result.again:
+        if load.quarantined:
             self._quarantine += load.blocks
         self._report(result)
 
@@ -130,9 +132,7 @@ class RankEnds:
             self._results.append(result)
 
     def _report(self, result: RankResult) -> None:
-        key = result.number, result.rank
-        before = self.report.results.get(key)
-        self.report.results[key] = result if before is None else replace(result, again=before.again)
+        self.report.results[result.number, result.rank] = result
 
     def _give_up(self, request: RequestId) -> None:
         """Report a failed load before its blocks are quiet, which may take long, if they fit into the quarantine."""
@@ -141,4 +141,4 @@ class RankEnds:
             self._quarantine -= load.blocks
             del self._failing[request]
             self._report(load.result)
-            load.result = replace(load.result, again=True)
+            load.quarantined = True

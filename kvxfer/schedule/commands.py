@@ -86,8 +86,8 @@ class DeclinedTransfer(msgspec.Struct, frozen=True):
 class RankResult(msgspec.Struct, frozen=True):
     """How a load has ended on one rank: the one form in which a rank says so, by the side channel and with a step.
 
-    What a step says is that nothing writes to the blocks any more, or that it has failed although something may, and then that later,
-    ``again``. Of a prefetch a step also says that it was delivered before it is quiet.
+    A rank reports a load once nothing writes to its blocks any more. One that has failed before that, or was delivered into lent blocks,
+    it reports twice.
     """
 
     handle: RequestId
@@ -98,5 +98,3 @@ class RankResult(msgspec.Struct, frozen=True):
     quiet: bool = False  # whether nothing writes to its blocks any more
     stages: Stages = Stages()  # when it reached each stage
     short: int | None = None  # the token up to which it was delivered, if not whole
-    prefetch: bool = False  # whether it went into lent blocks
-    again: bool = False  # whether a step has said before that it has ended

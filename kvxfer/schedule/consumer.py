@@ -124,7 +124,7 @@ class FetchSchedule:
         else:
             if answer not in wanted.answers:
                 self.decline(wanted.transfer, digest, source, "another request of this engine loads it")
-            fetching = any(load.is_sync or load.state in (_S.MOVING, _S.AWAITS_STEP) for load in wanted.loads)
+            fetching = any(load.is_sync or load.state is _S.MOVING for load in wanted.loads)
             state = _S.CLOSED if wanted.closed else _S.SHARED if fetching else state
         load = self._loads[request] = Load(request, wanted, state)
         wanted.answers.add(answer)
@@ -152,7 +152,7 @@ class FetchSchedule:
         if load.state is _S.OPEN or load.state is _S.WAITING:
             tokens = max(0, load.wanted.tokens - computed)
             return tokens if not tokens or load.state is _S.OPEN else None
-        return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING, _S.AWAITS_STEP) else 0
+        return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING) else 0
 
     def allocated(self, request: RequestId, table: BlockTable, computed: int, external: int) -> None:
         """Record that the engine admitted the request, and counts on ``external`` tokens: see ``SchedulerSide.allocated``.

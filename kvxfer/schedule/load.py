@@ -7,7 +7,7 @@ A request of an engine loads the first tokens of its prompt from another engine,
   the request is admitted, and the workers copy the blocks in that very step.
 
 What the engine is told of an end and the moment from which nothing writes to the blocks any more are two events. So a load that the
-engine knows to be over may live on for a while (``UNQUIET``, ``AWAITS_STEP``), and another one must not have its name until it is closed.
+engine knows to be over may live on for a while (``UNQUIET``), and another one must not have its name until it is closed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class LoadState(enum.StrEnum):
     COPYING = "copying"  # sync: a step copies it
     ABANDONED = "abandoned"  # sync: nobody needs it any more, or it has failed; the lent blocks may still be written to
     MOVING = "moving"  # async: on its way to the request's blocks
-    CANCELLED = "cancelled"  # async: nobody needs it any more, or it has failed; the ranks have not told all of its end
+    CANCELLED = "cancelled"  # async: nobody needs it any more, or it has failed; not all ranks have reported its end
     # async: the engine knows that it has failed; its blocks, which are pinned, may still be written to
     UNQUIET = "unquiet"
-    AWAITS_STEP = "awaits step"  # async: the engine knows the end; a step has yet to repeat it
     CLOSED = "closed"  # nothing of it comes, now or later; the record goes with its request
 
 
@@ -61,20 +60,15 @@ class LoadEvent(enum.StrEnum):
     GIVE_UP = "given up, or the request is over"
     FAILED = "failed while a rank may still write"
     ENDED = "end reported to the engine"
-    ENDED_EARLY = "end reported to the engine, a step will repeat it"
     ENDED_UNQUIET = "end reported to the engine, a rank may still write"
     QUIET = "no rank writes any more"
-    QUIET_EARLY = "no rank writes any more, a step will repeat the end"
-    REPEAT = "steps have reported the end to all"
 
 
 _S, _E = LoadState, LoadEvent
 _BEFORE = (_S.WAITING, _S.OPEN, _S.SHARED)
 _SYNC = (_S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.ABANDONED)
-_TOLD = (_S.UNQUIET, _S.AWAITS_STEP)
 _UNDER_WAY = (_S.MOVING, _S.CANCELLED)
 _AWAY = (_E.TAKE_BLOCKS, _E.GIVE_UP)
-_ENDS = (_E.ENDED, _E.ENDED_EARLY, _E.ENDED_UNQUIET)
 
 
 def _but(*states: LoadState) -> set[LoadState]:
@@ -101,11 +95,8 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         (_S.OPEN, _E.FETCH): _S.MOVING,
         **{(_S.MOVING, e): _S.CANCELLED for e in (*_AWAY, _E.FAILED)},
         **{(s, _E.ENDED): _S.CLOSED for s in _UNDER_WAY},
-        **{(s, _E.ENDED_EARLY): _S.AWAITS_STEP for s in _UNDER_WAY},
         (_S.CANCELLED, _E.ENDED_UNQUIET): _S.UNQUIET,
         (_S.UNQUIET, _E.QUIET): _S.CLOSED,
-        (_S.UNQUIET, _E.QUIET_EARLY): _S.AWAITS_STEP,
-        (_S.AWAITS_STEP, _E.REPEAT): _S.CLOSED,
     },
     ignored={
         "it does not wait for its producer": pairs(_but(_S.WAITING), (_E.BEGUN,)),
@@ -117,10 +108,8 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         "nobody needs it already": pairs((_S.ABANDONED, _S.CANCELLED, _S.CLOSED), (*_AWAY, _E.NOT_NEEDED)),
         "it has failed, or been given up, already": pairs((_S.ABANDONED, _S.CANCELLED), (_E.FAILED,)),
         "its tokens are on their way": frozenset({(_S.MOVING, _E.NOT_NEEDED)}),
-        "its end is known": pairs(_TOLD, (*_AWAY, _E.NOT_NEEDED, _E.FAILED)),
-        "the engine has no report yet": pairs(_UNDER_WAY, (_E.REPEAT,)),
-        "its blocks are not quiet": frozenset({(_S.UNQUIET, _E.REPEAT)}),
-        "the engine gets the report next": pairs(_UNDER_WAY, (_E.QUIET, _E.QUIET_EARLY)),
+        "its end is known": pairs((_S.UNQUIET,), (*_AWAY, _E.NOT_NEEDED, _E.FAILED)),
+        "the engine gets the report next": pairs(_UNDER_WAY, (_E.QUIET,)),
     },
     never={
         "only what is open is fetched": pairs(_but(_S.OPEN), (_E.FETCH, _E.FETCH_AHEAD)),
@@ -132,14 +121,11 @@ LOAD: Transitions[LoadState, LoadEvent] = Transitions(
         "only what was admitted goes with a step": pairs(_but(_S.ADMITTED), (_E.SHIPPED,)),
         "only what a step copies has been copied": pairs(_but(_S.COPYING), (_E.COPIED,)),
         "nothing is on its way": pairs((*_BEFORE, _S.HERE, _S.ADMITTED, _S.COPYING, _S.CLOSED), (_E.FAILED,)),
-        "only the end of what the workers fetch is told, once": pairs(_but(*_UNDER_WAY), _ENDS)
+        "only the end of what the workers fetch is told, once": pairs(_but(*_UNDER_WAY), (_E.ENDED, _E.ENDED_UNQUIET))
         | {(_S.MOVING, _E.ENDED_UNQUIET)},
         "only blocks that may be written to become quiet": pairs(
-            (*_BEFORE, _S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.AWAITS_STEP, _S.CLOSED),
-            (_E.QUIET, _E.QUIET_EARLY),
-        )
-        | {(_S.ABANDONED, _E.QUIET_EARLY)},
-        "nothing of it is repeated": pairs((*_BEFORE, *_SYNC, _S.CLOSED), (_E.REPEAT,)),
+            (*_BEFORE, _S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.CLOSED), (_E.QUIET,)
+        ),
     },
 )
 
@@ -161,7 +147,6 @@ ENTERED: Mapping[LoadState, tuple[LoadAction, ...]] = {
     _S.HERE: (_A.FILLED, _A.CLOSE),
     _S.ABANDONED: (_A.CANCEL, _A.CLOSE),
     _S.CANCELLED: (_A.CANCEL, _A.CLOSE),
-    _S.AWAITS_STEP: (_A.LET_GO,),
     _S.CLOSED: (_A.LET_GO, _A.CLOSE, _A.END),
 }
 """What is done when a load comes to a state, in this order."""
@@ -204,8 +189,6 @@ class Load(Life[LoadState, LoadEvent]):
     end: int = 0  # the token after the last
 
     results: dict[Rank, RankResult] = field(default_factory=dict)  # how it has ended, by rank
-    told_on: set[Rank] = field(default_factory=set)  # the ranks that have said so with a step
-    told: bool = False  # whether all have
     pinned: bool = False  # whether its blocks are pinned while it has failed and may still write to them
     failure: Failure | None = None  # why it has failed on some rank
 
@@ -261,11 +244,6 @@ class Load(Life[LoadState, LoadEvent]):
     def unasked(self, ranks: int) -> bool:
         """Return whether none of the ranks has asked its producer, so that none is counted there."""
         return len(self.results) == ranks and all(one.stages.unasked for one in self.results.values())
-
-    @property
-    def whole(self) -> bool:
-        """Whether all that is known of it was delivered whole, and is of one generation."""
-        return len(self.generations) <= 1 and self.short is None
 
     @property
     def copier(self) -> Hashable:

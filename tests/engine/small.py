@@ -33,6 +33,11 @@ def ended(request: str, rank: Rank = RANK, number: int = 0, **more: Any) -> Repo
     return Report(results={(number, rank): result})
 
 
+def over(report: Report) -> dict[RequestId, Failure | None]:
+    """The loads that have ended by a report of one rank, and why if they have failed."""
+    return {one.handle: one.failure for one in report.results.values()}
+
+
 JUNK = ("junk",)
 
 

@@ -20,6 +20,7 @@ from kvxfer.identity import TransferId
 from kvxfer.schedule import StepCommands
 from kvxfer.values import BlockTable, Fetch, Offer, Rank
 from tests.data.elastic_pages import PAGE, ElasticPages
+from tests.engine.small import over
 from tests.engine.test_memory import hears_that_it_is_gone
 
 BLOCKS, TOKENS = 8, 4
@@ -104,8 +105,8 @@ def moves(p: Worker, d: Worker, number: int) -> bool:
     p.block(number)[:] = np.random.default_rng(number).integers(1, 255, PAGE, np.uint8)
     p.offer(transfer, [number])
     d.fetch(transfer, p, [BLOCKS - 1 - number])
-    report = d.until(lambda r: str(transfer) in r.over)
-    assert report.over[str(transfer)] is None, report.over
+    report = d.until(lambda r: str(transfer) in over(r))
+    assert over(report)[str(transfer)] is None, over(report)
     return np.array_equal(d.block(BLOCKS - 1 - number), p.block(number))
 
 
@@ -130,8 +131,8 @@ def test_what_is_under_way_fails_on_both_sides(pair: tuple[Worker, Worker]) -> N
     d.fetch(transfer, p, [2])
     p.sleep()
     assert transfer in p.collect().released
-    report = d.until(lambda r: str(transfer) in r.over)
-    assert report.over[str(transfer)].kind in GONE
+    report = d.until(lambda r: str(transfer) in over(r))
+    assert over(report)[str(transfer)].kind in GONE
     p.wake()
     assert moves(p, d, 3)
 
@@ -142,8 +143,8 @@ def test_loads_of_a_sleeper_fail_before_its_memory_goes(pair: tuple[Worker, Work
     d.fetch(transfer, p, [2])  # never offered
     d.sleep()
     report = d.collect()
-    assert str(transfer) in report.over
-    assert report.over[str(transfer)].kind is FailureKind.CANCELLED
+    assert str(transfer) in over(report)
+    assert over(report)[str(transfer)].kind is FailureKind.CANCELLED
 
 
 def test_a_load_that_is_asked_of_a_sleeper_touches_no_memory(pair: tuple[Worker, Worker]) -> None:
@@ -154,7 +155,7 @@ def test_a_load_that_is_asked_of_a_sleeper_touches_no_memory(pair: tuple[Worker,
         transfer = TransferId("own/1/asleep", number)
         d.fetch(transfer, p, [2])
         report = d.collect()
-        assert not d.cleared and report.over[str(transfer)].kind is FailureKind.CANCELLED
+        assert not d.cleared and over(report)[str(transfer)].kind is FailureKind.CANCELLED
     d.wake()
     assert moves(p, d, 3) and d.cleared
 

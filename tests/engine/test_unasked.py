@@ -115,7 +115,7 @@ def test_it_is_not_when_the_engine_says_that_it_is_over(two: Two) -> None:
 
 
 def test_what_failed_before_it_is_quiet_is_declined_all_the_same(two: Two) -> None:
-    two.hear(ended(A, UNASKED, quiet=False), ended(B, UNASKED), ended(A, UNASKED, again=True))
+    two.hear(ended(A, UNASKED, quiet=False), ended(B, UNASKED), ended(A, UNASKED))
     assert two.declined == [Named(T, D)]
 
 

@@ -28,6 +28,7 @@ from kvxfer_vllm import worker
 from kvxfer_vllm.host_buffers import HostBuffers
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.metadata import StepMetadata
+from tests.engine.small import over
 
 SIZES = {"L": 3, "B": 9, "H": 2, "N": 4, "C": 6}
 ORDERS = ("LBHNC", "BLHNC", "BHLNC", "LHBNC", "LNBHC", "HLBNC")
@@ -155,8 +156,8 @@ def end_of(p: Worker, d: Worker, transfer: TransferId) -> set[str]:
     while time.monotonic() < deadline:
         for each in (p, d):
             each.hooks.collect(StepMetadata())
-        if (found := d.hooks.report()) is not None and (over := found.report.over):
-            return {name for name, failure in over.items() if failure is not None}
+        if (found := d.hooks.report()) is not None and (ends := over(found.report)):
+            return {name for name, failure in ends.items() if failure is not None}
         time.sleep(0.005)
     raise AssertionError("the load did not end")
 

@@ -22,6 +22,7 @@ from kvxfer.values import BlockTable, Fetch, Offer
 from kvxfer_vllm.metadata import StepMetadata
 from kvxfer_vllm.worker import WorkerHooks
 from tests.data.elastic_pages import PAGE, ElasticPages
+from tests.engine.small import over
 
 BLOCKS, TOKENS = 8, 4
 
@@ -71,7 +72,7 @@ class Worker:
     def ended(self) -> Mapping[str, Failure | None]:
         """The loads that have ended, as the next report says."""
         found = self.hooks.report()
-        return {} if found is None else found.report.over
+        return {} if found is None else over(found.report)
 
     def offer(self, transfer: TransferId, block: int, final: bool = True) -> None:
         offer = Offer(transfer, b"d", 0, TOKENS, BlockTable.of([[block]]), final)
