@@ -137,16 +137,6 @@ def test_several_ranks(engine, options, tp_p, tp_d):
         assert np.array_equal(got, np.concatenate([p.block(b, r) for r in range(tp_p)], axis=1))
 
 
-def test_digest_mismatch_fails_both_sides(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options))
-    p.agents[0].offer(offered([3], 4, transfer=T, digest=b"mine"))
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T, digest=b"other"))
-    end = d.wait(Ended)[0]
-    assert end.outcome.kind is FailureKind.DIGEST_DIFFERS
-    d.wait(Released)
-    assert not d.memory.arrays[0].any()
-
-
 def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options), transfer_timeout=0.5)
     meet(d, p)

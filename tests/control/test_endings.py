@@ -161,30 +161,6 @@ def test_peers_are_told_at_once(engine: Callable[..., SeededEngine]) -> None:
     other.wait(Released)
 
 
-def test_what_comes_after_close_is_refused_and_what_came_before_has_its_end(
-    engine: Callable[..., SeededEngine],
-) -> None:
-    p, d = engine({}, seed=1), engine({})
-    agent = d.agents[0]
-    agent.fetch(fetch(p.source, [1], 4, transfer=name(0)))
-    agent.offer(offered([2], 4, transfer=name(10), final=False))
-    agent.close()
-    for call in (
-        lambda: agent.fetch(fetch(p.source, [1], 4, transfer=name(1), handle="1")),
-        lambda: agent.offer(offered([2, 3], 8, transfer=name(10))),
-        lambda: agent.revoke(name(10), 1, "over", gone=True),
-        lambda: agent.renew(name(10)),
-        lambda: agent.cancel("1", "over"),
-    ):
-        with pytest.raises(ClosedError, match="has been closed"):
-            call()
-    events = agent.events()
-    for sort in (Ended, Released):
-        assert {e.transfer for e in events if type(e) is sort} == {name(0), name(10)}
-    assert all(e.outcome.kind is FailureKind.CANCELLED for e in events if isinstance(e, Ended))
-    assert agent.close() and agent.events() == []
-
-
 def test_a_revocation_counts_though_another_thread_closes_the_agent(engine: Callable[..., SeededEngine]) -> None:
     """It has said why it ends, and not yet that nothing it has offered is to be trusted: the blocks are overwritten next."""
     agent = engine({}, seed=1).agents[0]

@@ -80,23 +80,6 @@ def rest(p: Node, i: int | str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_producer_is_killed(node: Make, when: str) -> None:
-    p, d = node(seed=1), node()
-    deliver(p, d, "first")
-    if when == "before":
-        d.fetch(name(0), p.source, [5], 4)
-        time.sleep(0.2)
-    elif when == "during":
-        half(p, d, 0)
-    p.kill()
-    if when == "after":
-        d.fetch(name(0), p.source, [5], 4)
-    end = d.settled(name(0))
-    assert end.outcome.kind in {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}, end
-    deliver(node(seed=2), d, "next")
-
-
-@pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_consumer_is_killed(node: Make, when: str) -> None:
     p, d = node(seed=1), node()
     if when == "before":
@@ -109,21 +92,6 @@ def test_consumer_is_killed(node: Make, when: str) -> None:
     end = p.settled(name(0), timeout=20.0)
     assert end.outcome.kind is (None if when == "after" else FailureKind.UNFETCHED), end
     deliver(p, node(), "next")
-
-
-def test_producer_restarts_on_the_same_address(node: Make) -> None:
-    p, d = node(seed=1, **ALONE), node()
-    old = p.source
-    deliver(p, d, "first")
-    p.kill()
-    p = node(seed=2, port=old.port, **ALONE)
-    p.offer(name(0), [3], 4, 1, True)
-    d.fetch(name(0), old, [5], 4)
-    end = d.settled(name(0))
-    assert end.outcome.kind in {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}, end
-    d.fetch(name(1), old, [5], 4)  # the way there has been looked up anew by now
-    assert d.settled(name(1)).outcome.kind is FailureKind.NO_SUCH_ENGINE
-    deliver(p, d, "next")
 
 
 # --- silence -------------------------------------------------------------------------------------------------------
@@ -182,27 +150,6 @@ def relayed(node: Make) -> Iterator[tuple[Node, Node, Relay]]:
     p.publish_at(relay.address)
     yield p, d, relay
     relay.close()
-
-
-def test_connection_is_half_open(relayed: tuple[Node, Node, Relay]) -> None:
-    p, d, relay = relayed
-    half(p, d, 0)
-    relay.freeze()
-    end = d.settled(name(0))
-    assert end.outcome.kind is FailureKind.PEER_LOST, end
-    assert p.settled(name(0), timeout=20.0).outcome.kind is FailureKind.UNFETCHED
-    relay.thaw()
-    deliver(p, d, "next")
-
-
-def test_transfer_survives_a_cut_connection(relayed: tuple[Node, Node, Relay]) -> None:
-    p, d, relay = relayed
-    half(p, d, 0)
-    relay.cut()
-    rest(p, 0)
-    end = d.settled(name(0))
-    assert end.outcome.delivered, end
-    assert d.blocks([15, 12]) == p.blocks([13, 11])
 
 
 def test_directory_whose_connection_leads_nowhere_is_dialled_anew(node: Make) -> None:

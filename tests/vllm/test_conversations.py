@@ -162,31 +162,6 @@ def test_histories_that_a_client_has_edited(make: Make, groups: Any, edit: str) 
         assert computed <= len(after) + 10 - whole(common)
 
 
-@SCHEMAS
-def test_a_router_that_mixes_up_conversations(make: Make, schema: Schema) -> None:
-    p, d = make(blocks=120), make(blocks=120)
-    texts = [prompt(60, seed=i) for i in range(3)]
-    told = [turn(p, d, text, OFFER)[1] for text in texts]
-    for i, text in enumerate(texts):
-        longer = text + answer(text, 20) + prompt(9, seed=7)
-        computed, _ = turn(p, d, longer, schema(d, told[i - 1]))
-        assert computed <= len(longer) - whole(79)  # content counts, and D has that of all three
-
-
-def test_several_sources(make: Make) -> None:
-    """The longest is taken, and one that is not there costs little."""
-    p, near, far, gone = (make(blocks=120) for _ in range(4))
-    text = prompt(150)
-    ask(near, text[:60], OFFER)
-    ask(far, text[:120], OFFER)
-    sources = named(near, gone, far)
-    gone.close()
-    name = ask(p, text, sources, near, far)
-    assert p.computed[name] <= 150 - whole(119)
-    for engine in (p, near, far):
-        engine.lease_ends()
-
-
 def test_a_replica_that_computes_it_just_now(make: Make) -> None:
     """What the other engine's running request has computed so far counts, too."""
     p, other = make(blocks=120), make(budget=32, blocks=120)
@@ -199,13 +174,6 @@ def test_a_replica_that_computes_it_just_now(make: Make) -> None:
     check(other, running, text, 1)
     for engine in (p, other):
         engine.lease_ends()
-
-
-def test_an_engine_that_is_asked_for_what_it_never_had(make: Make) -> None:
-    p, d = make(), make()
-    name = ask(p, prompt(100), named(d), d)
-    assert p.computed[name] == 100
-    p.lease_ends()
 
 
 def test_nobody_asks_himself(make: Make) -> None:

@@ -14,7 +14,7 @@ from kvxfer_vllm.said import read_params
 from tests.schedule.ends import held
 from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import HYBRID, ours, prompt
+from tests.vllm.engine import ours, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -42,23 +42,6 @@ def test_a_failed_load_fails_its_request(make: Make, wire: Wire, groups: Any, qu
     check(d, beside, other)
     if not quiet:
         let_go(wire, load)
-
-
-def test_a_dead_producer_costs_its_requests_only(make: Make, wire: Wire) -> None:
-    """predecessor 2.1.5: no wait is for ever, and nobody else waits."""
-    p, d = make(), make(blocks=200)
-    texts = [prompt(50 + i, seed=i) for i in range(4)]
-    all_params = [prefill(p, text) for text in texts]
-    wire.paused = True
-    names = [d.add(text, params) for text, params in zip(texts, all_params, strict=True)]
-    beside = d.add(prompt(20, seed=77))
-    d.run(until=beside)
-    for load in wire.loads(d):
-        wire.fail(load, "the peer is silent")
-    d.run()
-    for name, text in zip(names, texts, strict=True):
-        check(d, name, text)
-    p.lease_ends()
 
 
 def test_a_restarted_producer(make: Make, wire: Wire) -> None:
@@ -127,19 +110,6 @@ def test_abort_at_the_producer(make: Make, wire: Wire, groups: Any, when: str) -
     d.run(p, until=b)
     check(d, b, text)
     assert d.computed[b] == (1 + 3 if held else 90 + 3)
-
-
-def test_abort_of_everything(make: Make, wire: Wire) -> None:
-    p, d = make(HYBRID, blocks=100), make(HYBRID, blocks=100)
-    wire.paused = True
-    names = [d.add(prompt(40 + i, seed=i), prefill(p, prompt(40 + i, seed=i))) for i in range(6)]
-    d.steps(2)
-    for name in names:
-        d.abort(name)
-    for name in [p.add(prompt(80, seed=9 + i), OFFER, n=5) for i in range(4)]:
-        p.step()
-        p.abort(name)
-    d.run(p)
 
 
 def test_a_retry_under_the_same_id(make: Make, wire: Wire) -> None:

@@ -23,11 +23,12 @@ LENGTHS = [*range(2, 10), 15, 16, 17, 32, 33, 38, 39, 40, 41, 47, 48, 49, 64, 65
 HITS = [16, 48, 64, 80]
 ONE, WINDOW, LATENT, RING = Group(), Group(window=24), Group(latent=1), Group(ring=8)
 DRAFT, STATE, REPLAYED = Group(own=True), Group(state=True, aligned=True), Group(window=24, replayed=True)
+LOCAL = Group(local=True)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The groups of P and of D, and how many tokens each guesses in a step; D's are P's unless it says otherwise."""
+    """The groups of P and of D, which are P's unless it says otherwise, and how many tokens each guesses in a step."""
 
     groups: tuple[Group, ...]
     to: tuple[Group, ...] = ()
@@ -69,6 +70,15 @@ KINDS = {
     "states to one state": Kind(ALIGNED, STATEFUL),
     "room for drafts at P": Kind(DRAFTING, ALIGNED),
     "room for drafts at D": Kind(ALIGNED, DRAFTING),
+    "a draft model at P": Kind((ONE, DRAFT), FULL),
+    "a draft model at D": Kind(FULL, (ONE, DRAFT)),
+    "a draft model in front, at P": Kind((DRAFT, ONE, WINDOW), (ONE, WINDOW)),
+    "a draft model between, at D": Kind((ONE, WINDOW), (ONE, DRAFT, WINDOW)),
+    "a draft model behind states, at P": Kind((ONE, STATE, DRAFT), (ONE, STATE)),
+    "a draft model in front of states, at D": Kind((ONE, STATE), (DRAFT, ONE, STATE)),
+    "local layers at other places": Kind((LOCAL, ONE), (ONE, LOCAL)),
+    "local layers at D": Kind((ONE, STATE), (ONE, LOCAL, STATE)),
+    "local layers at P": Kind((LOCAL, WINDOW), (WINDOW,)),
     **{
         f"{name}, {who}": Kind((ONE, DRAFT, *groups), guesses=guesses)
         for name, groups in {

@@ -113,17 +113,6 @@ def test_blocks_that_are_zeroed_before_their_offer_is_revoked(
         check(p, other, prompt(30, seed=50 + i), 60)
 
 
-def test_preemption_of_the_consumer_behind_running_requests(make: Make) -> None:
-    """predecessor 2.2.1: a resumed request stands behind running ones in the step, and loads or computes all the same."""
-    p, d = make(), make(blocks=22, caching=False)
-    texts = [prompt(60, seed=i) for i in range(4)]
-    names = [d.add(text, prefill(p, text), n=60) for text in texts]
-    d.run(p)
-    assert d.preempted
-    for name, text in zip(names, texts, strict=True):
-        check(d, name, text, 60)
-
-
 @pytest.mark.parametrize(
     "groups", [FULL, HYBRID, (Group(window=24),), CHUNKED], ids=["full", "hybrid", "window", "chunked"]
 )

@@ -40,27 +40,6 @@ def test_a_request_that_repeats_itself_ends_as_well_as_any_other(make: Make, gro
     assert d.computed[decode(d, text, params, p)] == 1 + 3
 
 
-@CACHES
-def test_beside_requests_that_take_no_part(make: Make, groups: Any) -> None:
-    p, d = make(groups), make(groups)
-    text, others = prompt(70), [prompt(60, seed=1), prompt(20, seed=2)]
-    here = [p.add(others[0], n=9), d.add(others[1], n=9)]
-    decode(d, text, prefill(p, text), p)
-    p.run(d)
-    assert p.done[here[0]].tokens == answer(others[0], 9) and d.done[here[1]].tokens == answer(others[1], 9)
-    assert p.done[here[0]].params is None and d.done[here[1]].params is None
-
-
-def test_many_at_once(make: Make) -> None:
-    p, d = make(HYBRID, blocks=200), make(HYBRID, blocks=200)
-    texts = [prompt(20 + 7 * i, seed=i) for i in range(8)]
-    all_params = [prefill(p, text) for text in texts]
-    names = [d.add(text, params) for text, params in zip(texts, all_params, strict=True)]
-    d.run(p)
-    assert [d.done[name].tokens for name in names] == [answer(text, 4) for text in texts]
-    assert all(d.computed[name] == 4 for name in names)
-
-
 def test_a_hit_beyond_what_is_wanted(make: Make) -> None:
     """D has the whole prompt: nothing is loaded, and P gets its blocks back without having been read."""
     p, d = make(), make()

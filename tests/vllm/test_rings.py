@@ -40,19 +40,42 @@ def ring(rows: int, heads: int = 1, by: str = "models.deepseek_v41.compressor.Co
     return {f"model.layers.{i}.ring": Layer(spec, write, backend(by)) for i in range(2)}
 
 
-@pytest.mark.parametrize("n", range(2, 20))
-@pytest.mark.parametrize("sizes", [(1, 1), (4, 2), (1, 8)])
-def test_a_ring_is_as_of_the_last_token(sizes: tuple[int, int], n: int) -> None:
+def rows_of_a_page() -> dict[str, Layer]:
+    """Step 5: as many rows of 1 KB as there is room for, here 48 beside blocks of 64 tokens."""
+
+    def spec(size: int, block: int) -> Any:
+        return CircularBufferSpec(block_size=block, num_kv_heads=1, head_size=384, head_size_v=0, dtype=torch.bfloat16)
+
+    def write(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, positions: Any) -> None:
+        rows = t[int(blocks[0])].view(-1, 512)
+        for position in positions:
+            rows[int(position) % len(rows)] = float(position + 1)
+
+    home = "models.step5.nvidia.csa_tail_ring.Step5CSATailRingBackend"
+    return {f"model.layers.{i}.attn.csa_tail_ring": Layer(spec, write, backend(home)) for i in range(2)}
+
+
+QWEN_4 = "models.qwen4_exp.common.qsa_cache.QSAStateBackend"
+RINGS = {
+    "a slot for each row": (ring(8), 8),
+    "Qwen 4": (ring(4, by=QWEN_4), 4),
+    "keys and scores, in two slots": (ring(8, 2, "v1.attention.backends.mla.indexer.KpoolTailBackend"), 8),
+    "a page of the attention beside it": (rows_of_a_page(), 64),
+}
+
+
+@pytest.mark.parametrize(("layers", "block"), RINGS.values(), ids=RINGS)
+def test_a_ring_is_as_of_the_last_token(layers: dict[str, Layer], block: int) -> None:
     """For whoever writes the next row into it, wherever in the ring that is; the same on all ranks."""
-    layers = ring(8)
-    p = engine(layers, 8, sizes[0], "BLHNC")
-    d, whole = (engine(layers, 8, sizes[1], "BLHNC") for _ in range(2))
-    fill(p, layers, [3], range(n - 1))
-    fill(whole, layers, [5], range(n))
-    load(p, d, [3], [5], 0, n - 1)
-    fill(d, layers, [5], [n - 1])
-    for got, expected in zip(d, whole, strict=True):
-        assert torch.equal(got.memory, expected.memory)
+    for n in (*range(2, 20), 47, 48, 49, 95, 96, 97, 130):
+        for at_p, at_d in ((1, 1), (4, 2), (1, 8), (8, 4), (4, 8)):
+            p = engine(layers, block, at_p, "BLHNC")
+            d, whole = (engine(layers, block, at_d, "BLHNC") for _ in range(2))
+            fill(p, layers, [3], range(n - 1))
+            fill(whole, layers, [5], range(n))
+            load(p, d, [3], [5], 0, n - 1)
+            fill(d, layers, [5], [n - 1])
+            assert all(torch.equal(got.memory, expected.memory) for got, expected in zip(d, whole, strict=True))
 
 
 def groups_of_four(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, positions: Any) -> None:
@@ -65,8 +88,7 @@ def groups_of_four(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 4), (4, 2), (1, 4), (8, 4), (4, 1)])
 @pytest.mark.parametrize("n", [65, 126, 127, 190])
 def test_qwen_4_between_any_numbers_of_ranks(sizes: tuple[int, int], n: int) -> None:
-    """Heads are cut, by vLLM's own writer; what all ranks hold alike comes from one of them: the ring and the rows made of it."""
-    side = "models.qwen4_exp.common.qsa_cache.QSAStateBackend"
+    """Heads are cut, by vLLM's own writer; what all ranks hold alike comes from one of them: the rows made of the ring."""
 
     def compressed(size: int, block: int) -> Any:
         return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=16, dtype=torch.float32, tokens_per_state=4)
@@ -77,43 +99,12 @@ def test_qwen_4_between_any_numbers_of_ranks(sizes: tuple[int, int], n: int) -> 
             main, backend=backend("models.qwen4_exp.nvidia.qsa.Qwen4ExpQSAFlashAttentionBackend")
         )
     }
-    rows = {"model.layers.3.compressed_key_cache": Layer(compressed, groups_of_four, backend(side))}
+    rows = {"model.layers.3.compressed_key_cache": Layer(compressed, groups_of_four, backend(QWEN_4))}
     p_size, d_size = sizes
     for layers in (cached, rows):
         p = engine(layers, 64, p_size, "BLHNC", hf={"num_key_value_heads": 4})
         d, whole = (engine(layers, 64, d_size, "BLHNC", hf={"num_key_value_heads": 4}) for _ in range(2))
         law(layers, p, d, whole, (64, 64), n)
-    layers = ring(4, by=side)
-    p = engine(layers, 4, p_size, "BLHNC")
-    d, whole = (engine(layers, 4, d_size, "BLHNC") for _ in range(2))
-    fill(p, layers, [3], range(n))
-    fill(whole, layers, [5], range(n))
-    load(p, d, [3], [5], 0, n)
-    assert all(torch.equal(got.memory, expected.memory) for got, expected in zip(d, whole, strict=True))
-
-
-@pytest.mark.parametrize("sizes", [(8, 4), (4, 8), (4, 4)])
-@pytest.mark.parametrize("n", [2, 47, 48, 49, 95, 96, 97, 130])
-def test_a_ring_that_fills_a_page_of_the_attention_beside_it(sizes: tuple[int, int], n: int) -> None:
-    """Step 5: as many rows of 1 KB as there is room for, here 48 beside blocks of 64 tokens; all ranks hold the same."""
-    home = "models.step5.nvidia.csa_tail_ring.Step5CSATailRingBackend"
-
-    def spec(size: int, block: int) -> Any:
-        return CircularBufferSpec(block_size=block, num_kv_heads=1, head_size=384, head_size_v=0, dtype=torch.bfloat16)
-
-    def write(t: torch.Tensor, spec: Any, blocks: Any, rank: int, size: int, positions: Any) -> None:
-        rows = t[int(blocks[0])].view(-1, 512)
-        for position in positions:
-            rows[int(position) % len(rows)] = float(position + 1)
-
-    layers = {f"model.layers.{i}.attn.csa_tail_ring": Layer(spec, write, backend(home)) for i in range(2)}
-    p = engine(layers, 64, sizes[0], "BLHNC")
-    d, whole = (engine(layers, 64, sizes[1], "BLHNC") for _ in range(2))
-    fill(p, layers, [3], range(n - 1))
-    fill(whole, layers, [5], range(n))
-    load(p, d, [3], [5], 0, n - 1)
-    fill(d, layers, [5], [n - 1])
-    assert all(torch.equal(got.memory, expected.memory) for got, expected in zip(d, whole, strict=True))
 
 
 @pytest.mark.parametrize("name", ["Step5DSAAttentionBackend", "Step5SplitKVFlashAttentionBackend"])
@@ -125,16 +116,6 @@ def test_a_back_end_that_keeps_the_name_of_its_base_is_known_by_its_own(name: st
     ):
         kind = type(name, (FlashAttentionBackend,), {"__module__": module, "get_impl_cls": staticmethod(lambda: None)})
         assert writer_of(SimpleNamespace(get_attn_backend=lambda kind=kind: kind)) == found
-
-
-def test_a_tail_of_keys_and_scores_has_two_slots() -> None:
-    layers = ring(8, 2, "v1.attention.backends.mla.indexer.KpoolTailBackend")
-    p = engine(layers, 8, 4, "BLHNC")
-    d, whole = (engine(layers, 8, 2, "BLHNC") for _ in range(2))
-    fill(p, layers, [3], range(12))
-    fill(whole, layers, [5], range(12))
-    load(p, d, [3], [5], 0, 12)
-    assert all(torch.equal(got.memory, expected.memory) for got, expected in zip(d, whole, strict=True))
 
 
 @pytest.mark.parametrize(

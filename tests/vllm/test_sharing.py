@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvxfer.engine import standstill
-from tests.vllm.cases import CACHES, OFFER, check, decode, prefill
+from tests.vllm.cases import CACHES, check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import FULL, HYBRID, answer, prompt
+from tests.vllm.engine import FULL, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -45,54 +45,6 @@ def test_several_answers_and_one_is_aborted(make: Make, wire: Wire, victim: int)
     d.run(p)
     for name in names:
         check(d, name, text)
-
-
-def test_several_answers_of_a_prefill(make: Make) -> None:
-    """n > 1 at P: one of the children makes the offer, and each of them tells it, since vLLM relays the params of one only."""
-    p, d = make(), make()
-    text = prompt(90)
-    names = p.samples(text, OFFER, 3, n=1, name="cmpl-abc-0")
-    p.run(until=names[-1])
-    offers = [params for name in names if (params := p.done[name].params) is not None]
-    assert len(offers) == 3 and len({params["kvxfer_transfer"] for params in offers}) == 1
-    decode(d, text, offers[0], p)
-
-
-def test_a_batch_of_prompts(make: Make) -> None:
-    """A batched completion's response carries the params of its first prompt only; the others' differ by index."""
-    p, d = make(), make()
-    texts = [prompt(50 + i, seed=i) for i in range(3)]
-    at_p = [p.add(text, OFFER, n=1, name=f"cmpl-abc-{i}") for i, text in enumerate(texts)]
-    p.run(until=at_p[-1])
-    params = p.done[at_p[0]].params
-    assert params is not None
-    at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts)]
-    d.run(p)
-    for name, text in zip(at_d, texts, strict=True):
-        check(d, name, text)
-        assert d.computed[name] == 1 + 3
-
-
-def test_both_roles_at_once(make: Make) -> None:
-    """Two engines that prefill for each other, and one request that is loaded and offered on."""
-    a, b = make(HYBRID, blocks=120), make(HYBRID, blocks=120)
-    there, back = prompt(90), prompt(70, seed=4)
-    one, two = a.add(there, OFFER, n=1), b.add(back, OFFER, n=1)
-    a.run(b, until=one)
-    b.run(a, until=two)
-    first, second = b.add(there, a.done[one].params), a.add(back, b.done[two].params)
-    a.run(b, until=second)
-    b.run(a, until=first)
-    check(b, first, there)
-    check(a, second, back)
-    assert b.computed[first] == a.computed[second] == 4
-    turn = there + answer(there, 4) + prompt(20, seed=6)
-    params = prefill(a, turn)
-    on = b.add(turn, params | {"do_remote_decode": True}, n=1)
-    b.run(a, until=on)
-    after = b.done[on].params
-    assert after is not None and after["remote_port"] != params["remote_port"]
-    decode(a, turn, after, b)
 
 
 @CACHES
