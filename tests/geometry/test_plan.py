@@ -39,28 +39,6 @@ def plan(src: Store, dst: Store, a: list[int], b: list[int], start: int, tokens:
 
 
 @pytest.mark.parametrize(
-    ("layout", "blocks", "runs"),
-    [
-        ("blhnc", range(10, 20), 1),  # block-outermost: all layers of all blocks in one
-        ("bhlnc", range(10, 20), 1),
-        ("hnd", range(10, 20), 3),  # one a layer
-        ("nhd", range(10, 20), 3),
-        ("fi", range(10, 20), 3),
-        ("fa", range(10, 20), 6),  # one a layer and plane
-        ("lhbnc", range(10, 20), 6),  # one a layer and head
-        ("padded pages", range(10, 20), 30),  # every page alone
-        ("hnd", [1, 2, 3, 7, 8, 20], 9),  # three stretches a layer
-        ("hnd", range(BLOCKS), 1),  # all there is
-    ],
-)
-def test_equal_layouts_need_one_run_for_each_stretch_of_memory(layout: str, blocks: list[int], runs: int) -> None:
-    src, dst = store(layout), store(layout)
-    made = plan(src, dst, list(blocks), list(blocks), 0, 4 * len(blocks))
-    assert len(made.runs()) == runs
-    assert made.nbytes == 4 * len(blocks) * 2 * 12 * 3
-
-
-@pytest.mark.parametrize(
     ("a", "b", "span", "rows", "tail"),
     [
         ("blhnc", "blhnc", (0, 11), 3, 1),  # all of the block is one row, and its part 3 layers x 2 heads
@@ -103,13 +81,6 @@ def test_a_long_block_is_not_moved_in_vain() -> None:
         sides = cache(tokens), cache(tokens)
         made = Planner(*sides, route(sides[:1], sides[1:])[Rank()].assignments[Rank()]).plan([[1]], [[2]], 0, 1, True)
         assert made.rows == rows
-
-
-def test_block_sizes_do_not_break_stretches() -> None:
-    """Token-major pages of 4, 6 and 8 tokens, all consecutive: still one run a layer, a partial last block included."""
-    for a, b in ((4, 6), (6, 4), (8, 4), (4, 8), (6, 8)):
-        made = plan(store("nhd", a), store("nhd", b), list(range(12)), list(range(3, 15)), 0, 23)
-        assert len(made.runs()) == 3, (a, b)
 
 
 def test_many_runs_keep_the_order_of_stretches() -> None:
@@ -239,25 +210,6 @@ def test_one_state_for_the_whole_request_pairs_with_any_block_size() -> None:
     assert plan(src, dst, [3], [5], 0, 30).nbytes == 36
     with pytest.raises(PlanError, match="no block for token 64"):
         plan(src, dst, [3], [5, 6], 0, 70)
-
-
-def test_kernel_blocks_are_planned_as_blocks() -> None:
-    """A logical block of 8 tokens that the kernel sees as two of 4, [2][H][4][C] in memory: the tables name kernel
-    blocks. One side splits its logical blocks, the other does not; every token lands by its logical coordinates."""
-    src, dst = store("hnd", 4), store("hnd", 8)
-    logical = np.array([3, 0, 7])
-    kernel = (logical[:, None] * 2 + np.arange(2)).ravel()
-    rng = np.random.default_rng(0)
-    for held in src.held.values():
-        held.array[...] = rng.integers(0, 256, held.array.shape, dtype=np.uint8)
-    runs = planner(src, dst).plan([kernel], [np.array([1, 2, 4])], 0, 21).runs()
-    for a, b, n in zip(runs.src, runs.dst, runs.length, strict=True):
-        dst.image[b : b + n] = src.image[a : a + n]
-    for key, held in dst.held.items():
-        for t in range(21):
-            for h in range(2):
-                got = held.cell([1, 2, 4][t // 8], h, t % 8)
-                assert np.array_equal(got, src.held[key].cell(int(kernel[t // 4]), h, t % 4))
 
 
 def test_large_blocks_keep_templates_small() -> None:

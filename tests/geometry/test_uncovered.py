@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,17 +87,6 @@ def one(kind: str = "full", window: int = 0, *, opaque: bool = False) -> Cache:
     return Cache((Region(1 << 20, 256),), (group,), (view,))
 
 
-def test_the_end_of_the_last_block() -> None:
-    (hole,) = uncovered(one(), [[5, 2]], 0, 6)
-    assert hole.places == (2 * 16 + 2 * 4, 128 + 2 * 16 + 2 * 4)
-    assert (hole.axes, hole.unit) == (((2, 2), (2, 4)), 2)
-
-
-@pytest.mark.parametrize(("start", "tokens"), [(0, 8), (4, 8), (8, 8)])
-def test_blocks_that_are_filled_leave_nothing(start: int, tokens: int) -> None:
-    assert uncovered(one(), [[5, 2]], start, tokens) == []
-
-
 def test_blocks_that_follow_each_other_are_one_hole() -> None:
     """Where kernels use smaller blocks than the scheduler, its last one is many of theirs."""
     (hole,) = uncovered(one(), [[0, 3, 4, 5]], 0, 4)
@@ -115,8 +103,3 @@ def test_a_window_s_first_block_may_come_in_part() -> None:
     first, last = uncovered(one("window", 3), [[-1, 2, 4]], 0, 9)  # 7 and 8 are attended to, 4 to 6 may be gone
     assert first.places[0] == 2 * 16 and (3, 4) in first.axes
     assert last.places[0] == 4 * 16 + 4 and (3, 4) in last.axes
-
-
-def test_states_have_no_rest() -> None:
-    cache = Cache((Region(1 << 20, 256),), (Group(4, "state"),), (View("s", 0, ("a",), (0,), 8, 32, 20, "x"),))
-    assert uncovered(cache, [[5, 2]], 0, 6) == []

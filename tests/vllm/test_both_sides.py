@@ -105,18 +105,6 @@ def test_one_that_gives_it_up_in_its_queue_says_so(make: Make) -> None:
     p.run(until=ahead)
 
 
-def test_requests_of_one_transfer_wait_together(make: Make) -> None:
-    p, d = make(), make(budget=256)
-    text = prompt(N)
-    to_p, to_d = both(p, "job")
-    names = [d.add(text, to_d), d.add(text, to_d)]
-    d.steps(3)
-    p.add(text, to_p, n=1)
-    for name in names:
-        d.run(p, until=name)
-        check(d, name, text)
-
-
 def test_two_full_engines_that_are_each_other_s_producers_go_on(make: Make) -> None:
     """Each has room for two of these prompts, and is sent four: two to compute for the other, two to load from it."""
     a, b = (make(blocks=2 * 7 + 3, budget=64, extra={"start_timeout": 5.0}) for _ in "ab")

@@ -55,6 +55,29 @@ def test_a_restarted_producer(make: Make, wire: Wire) -> None:
     decode(d, text, params, p)
 
 
+def test_an_engine_that_is_closed_with_work_left(make: Make, wire: Wire) -> None:
+    """Threads and sockets end though requests are waiting, and twice is no error."""
+    p, d = make(), make()
+    wire.paused = True
+    text = prompt(60)
+    name = d.add(text, prefill(p, text))
+    d.steps(2)
+    d.close()
+    d.close()
+    d.abort(name)
+
+
+def test_a_load_that_comes_after_the_lease(make: Make) -> None:
+    """P has freed the blocks: D is told so, and computes what it had counted as loaded."""
+    p, d = make(), make()
+    text = prompt(60)
+    params = prefill(p, text)
+    p.lease_ends()
+    p.run()
+    name = decode(d, text, params)
+    assert d.computed[name] == 60 + 3
+
+
 @CACHES
 @pytest.mark.parametrize("when", ["queued", "allocated", "loading", "failed", "delivered", "running"])
 def test_abort_at_the_consumer(make: Make, wire: Wire, groups: Any, when: str) -> None:

@@ -12,33 +12,13 @@ from vllm.v1.engine.output_processor import RequestState
 from kvxfer.identity import IdentityError
 from kvxfer_vllm.said import external_id, read_params
 from tests.control.conftest import until
-from tests.vllm.cases import CACHES, OFFER, both, check, decode, parties, prefill
+from tests.vllm.cases import OFFER, both, check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, prompt
 from tests.vllm.wire import Wire
 
 COUNTS_CACHED = "remote_prefill_cached_tokens" in inspect.signature(RequestState).parameters
 """vLLM 0.31 and later add to the params how many tokens P had cached, and look for that."""
-
-
-@CACHES
-@pytest.mark.parametrize("schema", [both, parties])
-@pytest.mark.parametrize("first", ["p", "d"])
-def test_both_dispatched_at_once(make: Make, groups: Any, first: str, schema: Any) -> None:
-    p, d = make(groups, budget=32), make(groups)
-    text = prompt(90)
-    to_p, to_d = schema(p, "job")
-    if first == "d":
-        b = d.add(text, to_d)
-        d.steps(3)
-        p.add(text, to_p, n=1)
-    else:
-        p.add(text, to_p, n=1)
-        p.steps(2)
-        b = d.add(text, to_d)
-    d.run(p, until=b)
-    check(d, b, text)
-    assert d.computed[b] == 1 + 3
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "dispatched at once"])
@@ -59,30 +39,6 @@ def test_d_knows_whether_p_has_offered_what_it_loads(make: Make, wire: Wire, ans
     wire.paused = False
     d.run(p)
     check(d, name, text)
-
-
-def test_a_router_that_repeats(make: Make) -> None:
-    """The same params to D again, at once and later: one load, and right tokens for all."""
-    p, d = make(), make()
-    text = prompt(60)
-    params = prefill(p, text)
-    names = [d.add(text, params), d.add(text, params)]
-    d.run(p)
-    names.append(d.add(text, params))
-    d.run(p)
-    for name in names:
-        check(d, name, text)
-
-
-def test_a_router_that_mixes_up(make: Make) -> None:
-    """D's prompt is not that of the params: the digests differ, and D computes. P hears of it, see test_common.py."""
-    p, d = make(), make()
-    params, other = prefill(p, prompt(60)), prompt(60, seed=1)
-    name = d.add(other, params)
-    d.run(p, until=name)
-    check(d, name, other)
-    assert d.computed[name] == 60 + 3
-    p.lease_ends()
 
 
 def test_a_load_that_came_too_late_is_counted_as_one(make: Make) -> None:
