@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from ctypes.util import find_library
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from kvxfer.errors import ConfigError
 from kvxfer.protocol.transitions import IllegalTransition
@@ -26,6 +26,9 @@ from tests.sglang import overlay
 from tests.vllm import kvcached, stacks
 
 settings.register_profile("same", derandomize=True, deadline=None)  # other work may hold a core for as long as it likes
+settings.register_profile(
+    "first", settings.get_profile("same"), phases=[Phase.explicit, Phase.generate]
+)  # and look for no smaller one
 settings.load_profile("same")
 
 

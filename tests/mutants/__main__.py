@@ -51,7 +51,16 @@ def layer_of(path: str) -> Layer:
 def found_by(tests: str, tree: Path) -> str | None:
     """Run files and folders of tests on a tree, one after the other; return the first test that fails, or ``None``."""
     for layer in map(layer_of, tests.split()):
-        command = [*layer.command(every=False), "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no"]
+        command = [
+            *layer.command(every=False),
+            "-x",
+            "-q",
+            "--no-header",
+            "--hypothesis-profile=first",
+            "-p",
+            "no:cacheprovider",
+            "--tb=no",
+        ]
         try:
             done = subprocess.run(
                 command, cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=LIMIT_S
