@@ -46,10 +46,6 @@ def moved(
     delivered(prefill, decode, room, seed, there)
 
 
-def test_pages_and_metadata_arrive(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
-    moved(*pair, room, 1, [[3, 9, 4]], [7, 1, 30])
-
-
 def test_chunks_arrive_whole(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
     moved(*pair, room, 2, [[3, 9], [4], [12, 11, 10]], [7, 1, 30, 2, 5, 6])
 
@@ -75,11 +71,6 @@ def test_without_pages_the_metadata_arrive(pair: tuple[PlayedRanks, PlayedRanks]
     begun(prefill, decode, room, [], 0, prefix=3 * PAGE)
     sent(prefill, room, 4, [[]])
     delivered(prefill, decode, room, 4, [])
-
-
-def test_a_room_may_be_used_again(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
-    for seed in (5, 6):
-        moved(*pair, room, seed, [[3, 9, 4]], [7, 1, 30])
 
 
 def test_a_request_that_is_over_does_not_abort_the_next_one_in_its_room(

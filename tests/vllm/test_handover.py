@@ -91,6 +91,17 @@ def test_a_short_load_costs_no_further_step(
     assert d.computed[name] - before.get(name, 0) == 1 + 3, "only the last token of its prompt was computed here"
 
 
+def test_a_short_load_behind_a_cached_prefix_costs_no_further_step(make: Make, board: Switchboard) -> None:
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    text = prompt(N, 5)
+    d.run(until=d.add(text[: BLOCK + 1], n=1))
+    name = d.add(text, offered(p, 5))
+    assert steps_until(d, p, name) == 0
+    right(d, p, name, text)
+    assert d.computed[name] == 1 + 3
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_links_are_made_as_soon_as_a_request_names_its_producer(make: Make, board: Switchboard, ranks: int) -> None:
     """It waits, since others have all seats; what it will need of its producer need not wait with it."""

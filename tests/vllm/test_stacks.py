@@ -27,7 +27,7 @@ from kvxfer_vllm.nixl import NixlConnector
 from tests.conftest import require
 from tests.ports import free_ports
 from tests.vllm import stacks
-from tests.vllm.cases import check, parties
+from tests.vllm.cases import check
 from tests.vllm.conftest import Make
 from tests.vllm.engine import PlayedEngine, prompt
 
@@ -282,20 +282,3 @@ def test_the_page_s_configurations_are_taken(text: str) -> None:
     assert transfer.kv_load_failure_policy == "recompute"
     assert issubclass(KVConnectorFactory.get_connector_class(transfer), KVXferConnector)
     ConnectorConfig.from_mapping(transfer.kv_connector_extra_config)
-
-
-@pytest.mark.parametrize("first", ["p", "d"])
-def test_a_stack_that_sends_to_both_at_once(make: Make, first: str) -> None:
-    """llm-d's `offloading`: one name for both, each told of the other, and to D where P's rank is (port and rank)."""
-    p, d = make(role="kv_producer"), make(role="kv_consumer")
-    text, (to_p, to_d) = prompt(70), json.loads(json.dumps(parties(p, "job-1")))
-    if first == "p":
-        p.add(text, to_p, n=1)
-        p.steps(2)
-    b = d.add(text, to_d)
-    d.steps(2)
-    if first == "d":
-        p.add(text, to_p, n=1)
-    d.run(p, until=b)
-    check(d, b, text)
-    assert d.computed[b] == 1 + 3
