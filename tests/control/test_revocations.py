@@ -310,13 +310,6 @@ def test_a_checked_transfer_needs_no_answer_if_the_sums_agree(
     assert deliver(p, d, T).outcome.delivered is not bool(corrupt)
 
 
-def test_a_producer_hears_of_what_its_consumer_has_seen(engine) -> None:
-    p, d = pair(engine, {"verbs": ["read"]})
-    deliver(p, d, T)
-    (ended,) = p.wait(Ended)
-    assert ended.outcome.delivered
-
-
 def test_transfers_that_end_well_disturb_no_others(engine) -> None:
     """Engines revoke what has been read, too, to be sure."""
     p, d = pair(engine, {"verbs": ["read"]})

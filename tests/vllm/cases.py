@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -74,6 +75,16 @@ def decode(d: PlayedEngine, text: list[int], params: dict[str, Any], *others: Pl
     d.run(*others, until=name)
     assert d.done[name].tokens == answer(text, n)
     return name
+
+
+def offers_nothing(p: PlayedEngine, *others: PlayedEngine) -> None:
+    """P has its blocks back soon, though no lease has ended."""
+    end = time.monotonic() + 30
+    while p.free < p.room:
+        assert time.monotonic() < end, "P holds its blocks for a lease"
+        for engine in (p, *others):
+            engine.step()
+        time.sleep(0.005)  # notices go over a socket
 
 
 def crowd(engine: PlayedEngine, *, of: int = 30, seed: int = 50, others: int = 2, n: int = 60) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,23 +10,13 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.protocol.values import Ended, Released, Stages
 from kvxfer_vllm.said import CommonPart, Told, common_part
 from tests.engine.direct import Switchboard
-from tests.vllm.cases import CACHES, check, prefill
+from tests.vllm.cases import CACHES, check, offers_nothing, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, FULL, HYBRID, PlayedEngine, answer, prompt
 from tests.vllm.wire import Wire
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["stepwise", "overlapped"])
 N = 60
-
-
-def offers_nothing(p: PlayedEngine, d: PlayedEngine) -> None:
-    """P has its blocks back, though no lease has ended."""
-    end = time.monotonic() + 30
-    while p.free < p.room:
-        assert time.monotonic() < end, "P holds its blocks for a lease"
-        p.step()
-        d.step()
-        time.sleep(0.005)  # notices go over a socket
 
 
 def served(

@@ -12,7 +12,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer_vllm.said import read_params
 from tests.schedule.ends import held
-from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, prefill
+from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, offers_nothing, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ours, prompt
 from tests.vllm.wire import Wire
@@ -206,7 +206,7 @@ def test_who_may_say_that_a_transfer_is_not_wanted(make: Make, wire: Wire) -> No
 def test_a_consumer_that_does_not_fit_frees_the_producer_s_blocks(make: Make, wire: Wire) -> None:
     """Not only when the lease ends: a producer on its way to sleep waits for them, and so may other requests."""
     p, d = make(), make()
-    before, text = p.free, prompt(90)
+    text = prompt(90)
     params = prefill(p, text)
     wire.paused = True
     name = d.add(text, params)
@@ -215,11 +215,7 @@ def test_a_consumer_that_does_not_fit_frees_the_producer_s_blocks(make: Make, wi
     wire.fail(load, "the models differ: updates", kind=FailureKind.INCOMPATIBLE)
     d.run(p, until=name)
     check(d, name, text)
-    end = time.monotonic() + 30
-    while p.free < before:
-        assert time.monotonic() < end, "the producer has heard nothing"
-        time.sleep(0.005)  # notices go over a socket
-        p.step()
+    offers_nothing(p)
 
 
 def test_a_consumer_that_cannot_allocate_for_a_while(make: Make, wire: Wire) -> None:
@@ -272,9 +268,4 @@ def test_a_promise_that_vllm_cuts_to_nothing(make: Make, groups: Any) -> None:
     d.run(p, until=name)
     check(d, name, text)
     assert d.computed[name] == 90 + 3
-    until = time.monotonic() + 30
-    while p.free < p.room:
-        assert time.monotonic() < until, "P holds its blocks for a lease"
-        p.step()
-        d.step()
-        time.sleep(0.005)  # notices go over a socket
+    offers_nothing(p, d)

@@ -294,19 +294,3 @@ def test_a_transfer_that_fails_is_not_begun_again_while_it_moves(make: Make, wir
     d.run(p)
     wire.paused = False
     decode(d, text, params, p)
-
-
-def test_quarantine_is_given_back(make: Make, wire: Wire) -> None:
-    """Failure after failure, each quiet before the next: none of their requests has to wait."""
-    p, d = make(blocks=100), make(blocks=30)
-    wire.paused = True
-    for seed in range(5):
-        text = prompt(90, seed=seed)
-        params = prefill(p, text)
-        name = d.add(text, params)
-        load = begin(d, wire)
-        wire.fail(load, "the peer is silent", quiet=False)
-        d.run(p, until=name)
-        check(d, name, text)
-        wire.quiet(load)
-        d.run(p)
