@@ -1,7 +1,7 @@
 """The rooms of an engine's scheduler: what they keep of requests and transfers stands on few records, and few tables find these.
 
-A fact about a load is on its ``Load``, about an offering on its ``Offering``, about a question on its ``Ask``, and vLLM's about a request
-on ``RequestFacts``. A table more is a second place in which the same life is kept.
+A fact about a load is on its ``Load``, about an offering on its ``Offering``, about a question on its ``Ask``. These are on their
+``Request``, and vLLM's facts about it on ``RequestFacts``. A table more is a second place in which the same life is kept.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ BELOW = [ROOT / "kvxfer" / name for name in ("ledger.py", "control/directory.py"
 CONTAINERS = {"dict", "set", "defaultdict", "OrderedDict", "Counter", "Recent", "IndexedExpiringMap"}
 
 BY_REQUEST_OR_TRANSFER = {
-    "FetchSchedule._loads": "the loads, by request",
+    "EngineRequests._requests": "the requests, by name",
     "FetchSchedule._wanted": "the transfers that loads want",
-    "Offerings._live": "the offerings, by request",
     "Offerings._transfers": "the offerings, by transfer",
-    "Asks._asks": "the questions, by request",
     "Asks._sent": "the questions, by the name that each source was given",
     "Notices._over": "offers that are over, for a lease",
     "Notices._early": "offers that were declined before they were made",
@@ -55,7 +53,7 @@ BY_SOMETHING_ELSE = {
     "PrefixIndex._names": "prefix",
     "PrefixPool._held": "block",
     "PrefixPool._holders": "prefix",
-    "Requests._descriptors": "rank",
+    "RequestCalls._descriptors": "rank",
     "SideChannel._sockets": "rank",
     "StepCost._seen": "size of a step",
     "Directory._beyond": "peer",
@@ -129,7 +127,7 @@ def test_the_tables_of_a_scheduler_are_few_and_known() -> None:
     files = [*_rooms(), *BELOW, *sorted(VLLM.rglob("*.py"))]
     found = {table for cls in _classes(*files) if cls.name not in WORKERS | TOLD for table in _tables(cls)}
     assert found == BY_REQUEST_OR_TRANSFER.keys() | BY_SOMETHING_ELSE.keys(), "say by what a new table is keyed"
-    assert len(BY_REQUEST_OR_TRANSFER) <= 12
+    assert len(BY_REQUEST_OR_TRANSFER) <= 10
 
 
 def test_no_verb_stands_in_more_than_three_classes() -> None:

@@ -16,11 +16,21 @@ from kvxfer.engine.notices import Notices
 from kvxfer.engine.paces import Benefit
 from kvxfer.errors import ArgumentError
 from kvxfer.failures import FailureKind
-from kvxfer.identity import RequestId, Source, TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.timers import Recent
-from kvxfer.schedule import Ask, AskEvent, AskState, FetchSchedule, Load, Prefix, PrefixOffer, ScheduleError
+from kvxfer.schedule import (
+    Ask,
+    AskEvent,
+    AskState,
+    EngineRequest,
+    FetchSchedule,
+    Load,
+    Prefix,
+    PrefixOffer,
+    ScheduleError,
+)
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 
@@ -68,7 +78,6 @@ class Asks:
     ) -> None:
         self._config, self._directory, self._notices = config, directory, notices
         self._schedule, self._loads, self._benefit = schedule, loads, benefit
-        self._asks: dict[RequestId, Ask] = {}  # by request
         self._alike: dict[Hashable, Ask] = {}  # by what is asked, and of whom
         # What has yet to be answered, by the name that it was given; None: nobody needs an answer any more.
         self._sent: Recent[TransferId, tuple[Source, Ask | None]] = Recent(config.lease, MAX_SENT)
@@ -81,7 +90,7 @@ class Asks:
         notices.answered, notices.unheard = self._answered, self._unheard
 
     def ask(
-        self, request: RequestId, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
+        self, request: EngineRequest, prefix: Prefix, sources: Sequence[Source], tokens: int, computed: int, kind: str
     ) -> bool:
         """Accept a question; see ``SchedulerSide.ask``.
 
@@ -93,44 +102,44 @@ class Asks:
             raise ArgumentError(f"sources must be at most {MAX_SOURCES}, not {len(sources)}")
         here = self._directory.source
         others = dict.fromkeys(one for one in sources if (one.host, one.port) != (here.host, here.port))
-        if (known := self._asks.get(request)) is not None:
+        if (known := request.ask) is not None:
             if (known.chain, set(known.sources)) != (prefix.chain(tokens), set(others)):
                 raise ScheduleError(
-                    f"request {request} asks others already, and not about other tokens or of other engines too"
+                    f"request {request.name} asks others already, and not about other tokens or of other engines too"
                 )
             return True
         if self._config.ask == "never" or not others or tokens - computed < self._config.ask_tokens:
             return False
         chain = prefix.chain(tokens)
-        if not len(chain) or self._schedule.named(request) is not None:
+        if not len(chain) or request.load is not None:
             return False
         what = chain, tuple(others)
         ask = self._alike.get(what)
         if ask is None or ask.state is _S.CLOSED:
             ask = self._alike[what] = Ask(kind, *what)
-        self._asks[request] = ask
-        ask.requests.add(request)
+        request.ask = ask
+        ask.requests.add(request.name)
         self._counts(ask).requests += 1
         return True
 
     def _counts(self, ask: Ask) -> AskCounts:
         return self.counts.setdefault(ask.kind, AskCounts())
 
-    def advance(self, request: RequestId, computed: int) -> bool:
+    def advance(self, request: EngineRequest, computed: int) -> bool:
         """Go on with a question: ask, wait while the engine has nothing else to do, and begin the load of the best answer if that pays.
 
         Returns:
             Whether answers are still to come.
         """
-        ask = self._asks.get(request)
+        ask = request.ask
         if ask is None or ask.state is _S.CLOSED:
             return False
         if ask.taken is not None:
-            if self._schedule.named(request) is None and computed < ask.taken.tokens:
+            if request.load is None and computed < ask.taken.tokens:
                 self._load(request, ask, ask.taken)  # it waits for the one that fetches, and finds the blocks cached
             return False
         wanted = ask.chain.tokens - computed
-        if self._schedule.named(request) is not None:  # it has been told to load from a producer of its own
+        if request.load is not None:  # it has been told to load from a producer of its own
             self._leave(request, ask)
             return False
         if ask.state is _S.NEW:
@@ -154,8 +163,8 @@ class Asks:
 
     def _wait_alone(self, ask: Ask, until: float) -> None:
         """Wait for answers within a step while the engine has nothing else to do: an empty step takes longer than an answer."""
-        others = [one for one in self._asks.values() if one.state in (_S.NEW, _S.OUT)]
-        if any(one.state is _S.NEW for one in others):
+        others = [one.ask for one in self._schedule.requests if one.asking]
+        if any(one is not None and one.state is _S.NEW for one in others):
             return  # those are to be sent first
         self._loads.alone.wait(lambda: ask.done or clock.now() >= until, self._look, asking=len(others))
 
@@ -180,12 +189,7 @@ class Asks:
             self._sent.put(name, (source, ask), ask.asked_at)
             self._directory.inquire(source, m.Inquire(source.epoch, name, ask.chain.step, ask.chain.links))
 
-    def asking(self, request: RequestId) -> bool:
-        """Return whether it is not decided yet what a request loads."""
-        ask = self._asks.get(request)
-        return ask is not None and ask.state in (_S.NEW, _S.OUT)
-
-    def _decide(self, request: RequestId, ask: Ask, computed: int) -> None:
+    def _decide(self, request: EngineRequest, ask: Ask, computed: int) -> None:
         ask.decided_at = clock.now()
         counts = self._counts(ask)
         if ask.sent and not ask.heard and ask.chain.tokens - computed >= self._config.ask_tokens:
@@ -193,7 +197,9 @@ class Asks:
         most = max((one.tokens - computed for one in ask.answers), default=0)
         counts.found += max(most, 0)
         best = self._best(ask, computed)
-        log.debug("request %s has asked other engines: found=%d kind=%s", printable(request), max(most, 0), ask.kind)
+        log.debug(
+            "request %s has asked other engines: found=%d kind=%s", printable(request.name), max(most, 0), ask.kind
+        )
         if best is not None and self._load(request, ask, best):
             ask.taken = best
             ask.on(_E.TAKE)
@@ -212,13 +218,12 @@ class Asks:
         seconds, best = max(saves, key=lambda pair: (pair[0], pair[1].tokens), default=(0.0, None))
         return best if seconds > 0 else None
 
-    def _load(self, request: RequestId, ask: Ask, best: PrefixOffer) -> bool:
+    def _load(self, request: EngineRequest, ask: Ask, best: PrefixOffer) -> bool:
         what = request, best.transfer, best.digest, best.source, best.tokens
-        if not self._schedule.arrive(*what, offered=True):
+        load = self._schedule.arrive(*what, offered=True)
+        if load is None:
             return False
-        self._loads.arrived(request)
-        load = self._schedule.of(request)
-        assert load is not None
+        self._loads.arrived(load)
         load.came_at, load.found_at, load.kind = ask.asked_at, ask.decided_at, ask.kind
         ask.wanted, load.wanted.patience = load.wanted, min(max(self._config.ask_timeout, BEGIN_S), self._config.start)
         return True
@@ -235,39 +240,39 @@ class Asks:
             self._sent.put(name, (source, None), now)
         ask.asked.clear()
 
-    def forget(self, request: RequestId) -> None:
+    def forget(self, request: EngineRequest) -> None:
         """Record that a request is over."""
-        ask = self._asks.pop(request, None)
+        ask, request.ask = request.ask, None
         if ask is None:
             return
         what = ask.chain, ask.sources
-        if not ask.requests - {request} and self._alike.get(what) is ask:
+        if not ask.requests - {request.name} and self._alike.get(what) is ask:
             del self._alike[what]
         self._leave(request, ask)
 
-    def give_up(self, request: RequestId) -> None:
+    def give_up(self, request: EngineRequest) -> None:
         """Record that a request does not load what is found for it."""
-        if (ask := self._asks.get(request)) is not None:
-            self._leave(request, ask)
+        if request.ask is not None:
+            self._leave(request, request.ask)
 
-    def _leave(self, request: RequestId, ask: Ask) -> None:
+    def _leave(self, request: EngineRequest, ask: Ask) -> None:
         """Let a request have nothing to do with a question any more; that of the last one is given up."""
-        ask.requests.discard(request)
-        fetches = ask.loads(self._schedule.named(request))
+        ask.requests.discard(request.name)
+        fetches = ask.loads(request.load)
         if fetches or not ask.requests:
             self._end_now(request, ask, "the consumer does not need it")
 
-    def _end_now(self, request: RequestId, ask: Ask, reason: str) -> None:
+    def _end_now(self, request: EngineRequest, ask: Ask, reason: str) -> None:
         """Close a question, whatever its table says, so that nothing is held for it any more."""
-        with self._schedule.door.of(request):
+        with self._schedule.door.of(request.name):
             if not ask.on(_E.GIVE_UP):
                 return
         ask.state = _S.CLOSED
         self._close(ask, reason)
 
-    def admitted(self, request: RequestId, external: int) -> None:
+    def admitted(self, request: EngineRequest, external: int) -> None:
         """Record that a request is about to be given blocks, and counts on ``external`` tokens from outside."""
-        ask, load = self._asks.get(request), self._schedule.of(request)
+        ask, load = request.ask, request.own_load
         if ask is None or ask.state is _S.CLOSED:
             return
         if load is None or load.wanted is not ask.wanted:
@@ -279,17 +284,20 @@ class Asks:
 
     def withdraw_all(self, reason: str) -> None:
         """Give up all questions, though their requests go on."""
-        for request, ask in self._asks.items():
-            self._end_now(request, ask, reason)
+        for request in self._schedule.requests:
+            if request.ask is not None:
+                self._end_now(request, request.ask, reason)
 
     def ended(self, update: Update) -> None:
         """Count the loads whose end the engine is told."""
-        for request in (update.loaded | update.failed.keys()) & self._asks.keys():
-            ask, load = self._asks[request], self._schedule.named(request)
-            if ask.state is _S.LOADING and load is not None and ask.loads(load):
-                event = _E.DELIVERED if request in update.loaded else _E.FAILED
-                with self._schedule.door.of(request):
-                    self._end(ask, event, load, load.end - load.start)
+        for name in update.loaded | update.failed.keys():
+            request = self._schedule.requests.find(name)
+            if request is None or request.ask is None or request.ask.state is not _S.LOADING:
+                continue
+            ask, load = request.ask, request.load
+            if load is not None and ask.loads(load):
+                with self._schedule.door.of(name):
+                    self._end(ask, _E.DELIVERED if name in update.loaded else _E.FAILED, load, load.end - load.start)
 
     def _end(self, ask: Ask, event: AskEvent, load: Load, tokens: int) -> None:
         ask.on(event)
@@ -332,6 +340,3 @@ class Asks:
                 self._sent.pop(name)
                 if ask is not None:
                     del ask.asked[name]
-
-    def __len__(self) -> int:
-        return len(self._asks)

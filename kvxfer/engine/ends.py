@@ -95,22 +95,17 @@ class LoadEnds:
         """
         over, self._over = dict.fromkeys(self._over), []
         self._reported_soon &= not told
-        return self._ended(load for load in over if load.under_way)
+        return self.conclude(load for load in over if load.under_way)
 
-    def confirm(self, load: Load) -> None:
-        """Record without a report that a load is over on all ranks."""
-        if load.under_way:
-            self._ended([load])
-
-    def _ended(self, loads: Iterable[Load]) -> Update:
-        """Return what the engine is told of the end of these loads."""
+    def conclude(self, loads: Iterable[Load]) -> Update:
+        """End these loads, which are over on all ranks; return what the engine is told of that."""
         loaded, failed, shorter = set(), {}, {}
         for load in loads:
             request, stages = load.request, load.stages
             if load.failure is None and len(load.generations) > 1:
                 load.failure = disagreement(load.generations)
             if load.failure is not None and load.unasked(self._ranks):
-                self._schedule.unasked(request)
+                self._schedule.unasked(load)
             if not self._moved(load):
                 if load.writing:
                     continue  # it is told once its blocks are quiet

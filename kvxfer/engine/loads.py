@@ -16,8 +16,8 @@ from kvxfer.engine.prefetch import Prefetches
 from kvxfer.engine.trace import Trace
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
-from kvxfer.identity import RequestId, Source, TransferId
-from kvxfer.schedule import Load, LoadEvent, LoadState, RankResult, Schedule, ScheduleError
+from kvxfer.identity import Source, TransferId
+from kvxfer.schedule import Load, LoadEvent, LoadState, RankResult, Schedule
 from kvxfer.values import MAX_DIGEST, BlockTable
 
 _S, _E = LoadState, LoadEvent
@@ -27,7 +27,7 @@ TOGETHER_S = 0.002
 
 
 class Loads:
-    """The requests that load; one thread. Calls about any other request do nothing.
+    """The requests that load; one thread.
 
     Attributes:
         schedule: All loads.
@@ -57,10 +57,9 @@ class Loads:
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
-    def arrived(self, request: RequestId) -> None:
+    def arrived(self, load: Load) -> None:
         """Ask whether the producer of a load has begun, and prepare to fetch from it."""
-        load = self.schedule.of(request)
-        if load is not None and not load.came_at:
+        if not load.came_at:
             load.came_at = clock.now()
             self._notices.loads(load)
             self._dispatch.prepare(load.wanted.source)
@@ -79,12 +78,10 @@ class Loads:
         arguments.instance("source", source, Source)
         self.schedule.decline(transfer, digest, source, "the request was rejected", answer)
 
-    def prefetch(self, request: RequestId, computed: int) -> None:
-        """Begin the load before the request has blocks, if it is short; see ``SchedulerSide.prefetch``."""
-        load = self.schedule.of(request)
-        if load is not None:
-            self._fetch_ahead(load, computed)
-            self._dispatch.send_ahead(TOGETHER_S if self.alone.coming else 0.0)
+    def prefetch(self, load: Load, computed: int) -> None:
+        """Begin a load before its request has blocks, if it is short; see ``SchedulerSide.prefetch``."""
+        self._fetch_ahead(load, computed)
+        self._dispatch.send_ahead(TOGETHER_S if self.alone.coming else 0.0)
 
     def _fetch_ahead(self, load: Load, computed: int) -> None:
         """Begin a load into lent blocks if it is offered whole and short; that is tried once."""
@@ -95,45 +92,30 @@ class Loads:
             load.fetched_at = clock.now()
             self._dispatch.prefetch()
 
-    def loadable(self, request: RequestId, computed: int) -> int | None:
+    def loadable(self, load: Load, computed: int) -> int | None:
         """Return how many tokens can come from outside; see ``SchedulerSide.loadable``."""
-        load = self.schedule.of(request)
-        if load is None:
-            return 0
         if load.state is _S.WAITING and computed < load.wanted.tokens and self._notices.awaits(load):
             return None
         load.computed = computed
         if not computed:  # local blocks may not be in use yet, and would be lent to this very load
             self._fetch_ahead(load, 0)
         if not load.is_sync:
-            return self.schedule.matched(request, computed)
+            return self.schedule.matched(load, computed)
         self._dispatch.send_ahead()
         return self.prefetches.tokens(load, computed)
 
-    def is_sync(self, request: RequestId) -> bool:
-        """Return whether the tokens promised for this request are already here, to be copied into its blocks."""
-        load = self.schedule.of(request)
-        return load is not None and load.is_sync
-
-    def allocated(self, request: RequestId, table: BlockTable, external: int) -> None:
-        """Begin the load if the request counts on it; see ``SchedulerSide.allocated``.
+    def allocated(self, load: Load, table: BlockTable, external: int) -> None:
+        """Begin a load if its request counts on it; see ``SchedulerSide.allocated``.
 
         Raises:
             ScheduleError: The request counts on tokens that it does not load, or has no blocks for them.
         """
-        load = self.schedule.of(request)
-        if load is None:
-            if external:
-                raise ScheduleError(
-                    f"request {request} expects {external} tokens, and does not load: call 'load' first"
-                )
-            return
         try:
             self._tables.check("table", table)
             if load.is_sync:
                 self.prefetches.admit(load, table, external)
                 return
-            self.schedule.allocated(request, table, load.computed, external)
+            self.schedule.allocated(load, table, load.computed, external)
         except KvxferError as error:
             self.schedule.on(load, _E.GIVE_UP, f"the consumer cannot load it: {error}")
             raise
@@ -141,13 +123,12 @@ class Loads:
             load.fetched_at = clock.now()
         self._dispatch.send_ahead()
 
-    def give_up(self, request: RequestId, reason: str) -> None:
-        """End the load of a request, which a bug has broken. What a step is to copy is copied, because the engine counts on it."""
-        if (load := self.schedule.named(request)) is not None:
-            if load.state is not _S.ADMITTED:
-                self.schedule.tell(load, _E.GIVE_UP, reason)
-            if load.state is _S.CLOSED or self._is_over(load):
-                self.schedule.force(load, _S.CLOSED)
+    def give_up(self, load: Load, reason: str) -> None:
+        """End a load that a bug has broken. What a step is to copy is copied, because the engine counts on it."""
+        if load.state is not _S.ADMITTED:
+            self.schedule.tell(load, _E.GIVE_UP, reason)
+        if load.state is _S.CLOSED or self._is_over(load):
+            self.schedule.force(load, _S.CLOSED)
 
     def _is_over(self, load: Load) -> bool:
         """Return whether nothing is to come of a load any more, whatever its table says."""
@@ -157,19 +138,15 @@ class Loads:
             return False
         return load.state not in (_S.ADMITTED, _S.COPYING) or len(load.copied) >= self._ranks
 
-    def preempted(self, request: RequestId) -> None:
+    def preempted(self, load: Load) -> None:
         """Record that the engine takes the request's blocks away: nothing may be copied into them any more."""
-        load = self.schedule.of(request)
-        if load is not None:
-            self.schedule.on(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
+        self.schedule.on(load, _E.TAKE_BLOCKS, "the consumer preempted the request")
 
-    def finished(self, request: RequestId) -> None:
+    def finished(self, load: Load) -> None:
         """Record that the request is over, at whatever point."""
-        load = self.schedule.of(request)
-        if load is not None:
-            if load.fetched is None:
-                self._trace.never_begun(load)
-            self.schedule.finish(request)
+        if load.fetched is None:
+            self._trace.never_begun(load)
+        self.schedule.finish(load)
 
     def withdraw_all(self, reason: str) -> None:
         """End all loads, though their requests go on."""
@@ -190,18 +167,17 @@ class Loads:
         self._hear()
         for result in report.results.values():
             self._take_in(result, self._ends.reported)
-        for request, copied in report.copied.items():
-            load = self.schedule.named(request)
-            if load is not None and load.state is _S.COPYING:
-                with self.schedule.door.of(request):
-                    self.prefetches.copied(load, copied)
+        for name, copied in report.copied.items():
+            request = self.schedule.requests.find(name)
+            if request is not None and request.load is not None and request.load.state is _S.COPYING:
+                with self.schedule.door.of(name):
+                    self.prefetches.copied(request.load, copied)
         return self._ends.update(told=bool(report))
 
-    def confirm_ended(self, request: RequestId) -> None:
+    def confirm_ended(self, load: Load) -> None:
         """Record without a report that a load is over on all ranks; does nothing if a report has said so."""
-        load = self.schedule.named(request)
-        if load is not None:
-            self._ends.confirm(load)
+        if load.under_way:
+            self._ends.conclude([load])
 
     def _hear(self, timeout: float = 0.0) -> bool:
         """Process what workers have sent, waiting up to ``timeout`` seconds for something; return whether there was anything."""
@@ -212,10 +188,11 @@ class Loads:
 
     def _take_in(self, result: RankResult, moving: Callable[[Load, RankResult], None]) -> None:
         """Process what a rank says of a load that the engine still remembers; ``moving`` does so for an async one."""
-        load = self.schedule.named(result.handle)
+        request = self.schedule.requests.find(result.handle)
+        load = None if request is None else request.load
         if load is None or load.fetched != result.number:
             return
-        with self.schedule.door.of(load.request):
+        with self.schedule.door.of(result.handle):
             (self.prefetches.take_in if load.is_sync else moving)(load, result)
 
     def wait_alone(self) -> bool:

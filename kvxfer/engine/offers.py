@@ -24,7 +24,7 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import FIRST, LAST, Generation, RequestId, Source, TransferId
 from kvxfer.logs import logger
-from kvxfer.schedule import Offering, OfferingState, OfferSchedule, Pin
+from kvxfer.schedule import EngineRequest, Offering, OfferingState, OfferSchedule, Pin
 from kvxfer.schedule.producer import ABORTED
 from kvxfer.text import printable
 from kvxfer.ticket import Ticket
@@ -39,7 +39,7 @@ LEFT = 8
 
 
 class Offers:
-    """The requests that offer; one thread. Calls about any other request do nothing.
+    """The requests that offer; one thread.
 
     ``writes_early``: whether workers may write to a step's new blocks before they know of its revocations.
 
@@ -68,17 +68,15 @@ class Offers:
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
-    def arrived(self, request: RequestId) -> None:
-        """Take in what consumers have said of a request's offer before it was made."""
-        found = self.schedule.of(request)
-        if found is not None:
-            found.came_at = found.came_at or clock.now()
-            self._notices.offered(found.transfer, found.digest)
+    def arrived(self, found: Offering) -> None:
+        """Take in what consumers have said of an offer before it was made."""
+        found.came_at = found.came_at or clock.now()
+        self._notices.offered(found.transfer, found.digest)
 
-    def ticket(self, request: RequestId, source: Source) -> Ticket | None:
+    def ticket(self, request: EngineRequest, source: Source) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; see ``SchedulerSide.ticket``."""
-        found = self.schedule.named(request)
-        if found is None or not found.offered or (found.namesake and request not in found.sharers):
+        found = request.offering
+        if found is None or not found.offered or (found.namesake and request.name not in found.sharers):
             return None
         return Ticket(found.transfer, found.digest, source, found.total)
 
@@ -87,7 +85,13 @@ class Offers:
 
         Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
         """
-        return self.schedule.answer(RequestId(arguments.instance("request", request, str)))
+        known = self.schedule.requests.find(RequestId(arguments.instance("request", request, str)))
+        found = None if known is None else known.own_offering
+        return (
+            request
+            if known is None or found is None or not found.tracked
+            else found.sharers.get(known.name, found.answer)
+        )
 
     def unanswered(self, answer: str) -> None:
         """Record that an answer (``SchedulerSide.offer``) goes out to nobody, as when its client has hung up.
@@ -105,11 +109,10 @@ class Offers:
 
         ``reason`` is for the consumers.
         """
-        request = RequestId(arguments.instance("request", request, str))
+        known = self.schedule.requests.find(RequestId(arguments.instance("request", request, str)))
         arguments.string("reason", reason, MAX_REASON, empty=True)
-        found = self.schedule.run_by(request)
-        if found is not None:
-            self.schedule.withdraw(found.transfer, reason)
+        if known is not None and known.computing is not None:
+            self.schedule.withdraw(known.computing.transfer, reason)
 
     def computed(self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable) -> bool:
         """Offer KV that is in these blocks already: of the prefix cache, or of a request with what it has generated.
@@ -149,30 +152,30 @@ class Offers:
             self._notices.directory.begins(transfer, digest)
         return known is not None and known.offered and (known.digest, known.total) == (digest, tokens)
 
-    def follows(self, request: RequestId) -> bool:
+    def follows(self, request: EngineRequest) -> bool:
         """Return whether blocks of this running request are offered, or pinned though its offer may be over."""
-        found = self.schedule.of(request)
+        found = request.own_offering
         return found is not None and (
-            found.tracked or found.request == request and (found.end is not None or found.running is not None)
+            found.tracked or found.request == request.name and (found.end is not None or found.running is not None)
         )
 
-    def runs(self, request: RequestId, computed: int, scheduled: int, table: BlockTable) -> None:
+    def runs(self, request: EngineRequest, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step; see ``SchedulerSide.runs``."""
-        found = self.schedule.of(request)
+        found = request.own_offering
         if found is None or not found.tracked:
             return
         self._tables.check("table", table)
         for g, group in enumerate(self._groups):
             if group.kind == "full":
                 self._tables.lists("table", table, g, 0, min(computed + scheduled, found.total))
-        self.schedule.check(request, computed + scheduled, table)
         begun = found.progress > 0 or found.held
-        if found.request == request and found.computed:
+        if request.computing is found:
+            self.schedule.check(found, computed + scheduled, table)
             if self._windows and computed + scheduled >= found.total and found.end is None:
                 end = table.only(_end(group, found.total) for group in self._groups)
                 if self._pins.keep(found, end.ids()):
                     found.end = end
-            self.schedule.step(request, computed, scheduled, table, found.end)
+            self.schedule.step(found, computed, scheduled, table, found.end)
             if self.elastic or self._writes_early:
                 self._pin(found)
         if found.final and not found.whole_at:
@@ -193,11 +196,12 @@ class Offers:
             running.blocks |= new
             found.running = running
 
-    def preempted(self, request: RequestId) -> None:
+    def preempted(self, request: EngineRequest) -> None:
         """Record that the engine has taken the request's blocks away. Those that were offered are revoked."""
-        self.schedule.preempt(request)
-        found = self.schedule.of(request)
-        if found is not None and found.request == request:
+        if request.computing is not None:
+            self.schedule.preempt(request.computing)
+        found = request.own_offering
+        if found is not None and found.request == request.name:
             self._taken(found)
             found.end = None
             self._pins.drop(found)
@@ -218,29 +222,29 @@ class Offers:
         else:
             log.warning(
                 "request %s: %d blocks are given back while a transfer may still touch them",
-                printable(found.request),
+                printable(found.name),
                 len(blocks),
             )
         return held
 
-    def finished(self, request: RequestId, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
+    def finished(self, request: EngineRequest, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
         """Record that the request is over, with this block table at its end; return whether the engine must keep its blocks.
 
         ``complete``: it ended normally and its KV is good. ``good``: what it has offered is good although it is not complete.
         ``found``: other engines can find these ranks, so that one may be reading.
         """
-        offering = self.schedule.of(request)
+        offering = request.own_offering
         if offering is None:
-            if (held := self.schedule.named(request)) is not None:
-                held.namesake = False
+            if request.offering is not None:
+                request.offering.namesake = False
             return False
         self._notices.over(offering.transfer, offering.digest)
-        if request in offering.sharers:
+        if request.name in offering.sharers:
             return self.schedule.finish(request, table, complete)
         end = offering.end
         whole = table if end is None else table.filled(end)
         kept = False
-        with self.schedule.door.of(request):
+        with self.schedule.door.of(request.name):
             kept = self.schedule.finish(
                 request, whole, complete, good and not complete, lambda: self._keep(offering, found)
             )
@@ -310,10 +314,9 @@ class Offers:
                 self.let_go(found)
         return freed
 
-    def freed(self, request: RequestId) -> None:
+    def freed(self, found: Offering) -> None:
         """Record that the engine frees a held request, on its own authority: nobody may be reading its blocks any more."""
-        found = self.schedule.named(request)
-        if found is not None and found.held:
+        if found.held:
             self._done(found, LAST)
 
     @property

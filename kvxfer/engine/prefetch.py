@@ -84,7 +84,7 @@ class Prefetches:
             return False
         rows = [[NULL] * first + [taken.pop() for _ in range(first, past)] for first, past in spans]
         try:
-            self._schedule.fetch(load.request, BlockTable.of(rows), start, tokens - start, _E.FETCH_AHEAD)
+            self._schedule.fetch(load, BlockTable.of(rows), start, tokens - start, _E.FETCH_AHEAD)
         except ScheduleError:
             self._pins.drop(load)
             raise
@@ -145,9 +145,9 @@ class Prefetches:
             ScheduleError: More are counted on than ``tokens`` has said are here, or so few that what a window holds behind them is
                 not, or the table has no blocks for them, or such as are in use.
         """
-        request, computed = load.request, load.computed
+        name, computed = load.request, load.computed
         if external > load.promised:
-            raise ScheduleError(f"request {request} expects {external} tokens where {load.promised} are here")
+            raise ScheduleError(f"request {name} expects {external} tokens where {load.promised} are here")
         if not external:
             self._schedule.on(load, _E.NOT_NEEDED, "the consumer does not need it")
             return
@@ -155,12 +155,12 @@ class Prefetches:
         self._schedule.fills(table, computed, end)
         first = [self._span(group, load.start, load.end)[0] for group in self._groups]
         if any(self._span(group, computed, end)[0] < here for group, here in zip(self._groups, first, strict=True)):
-            raise ScheduleError(f"request {request} expects {external} tokens, and a window needs more than is here")
+            raise ScheduleError(f"request {name} expects {external} tokens, and a window needs more than is here")
         # Others may share those in front.
         lacking = table.only(self._span(group, computed, load.end) for group in self._groups)
-        unused = self._schedule.unused(request, lacking)
+        unused = self._schedule.unused(load.request, lacking)
         # Until the step: no load may fill these any more, while this request may offer them after that.
-        self._ledger.claim(load.copier, unused, f"the copy for request {request}", fills=False)
+        self._ledger.claim(load.copier, unused, f"the copy for request {name}", fills=False)
         self._schedule.on(load, _E.ADMIT)
         load.promised = 0
         self._left = max(0.0, self._left - self._to_copy(load))
@@ -200,7 +200,7 @@ class Prefetches:
         if failure is None:
             self.paces.delivered(load.wanted.source, load.end - load.start, max(r.stages.moving for r in results))
         elif load.unasked(self._ranks):
-            self._schedule.unasked(load.request)
+            self._schedule.unasked(load)
         self._schedule.on(load, _E.ARRIVED if load.state is _S.AHEAD else _E.QUIET)
 
     def copied(self, load: Load, ranks: Mapping[Rank, float]) -> None:

@@ -22,7 +22,7 @@ from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol.messages import RankDescriptor
-from kvxfer.schedule import Prefix, ScheduleError
+from kvxfer.schedule import EngineRequest, EngineRequests, Load, Prefix, ScheduleError
 from kvxfer.text import printable
 from kvxfer.ticket import Ticket
 from kvxfer.transitions import IllegalTransition
@@ -40,7 +40,7 @@ def _guarded(instead: Any) -> Callable[[F], F]:
 
     def guarded(call: F) -> F:
         @wraps(call)
-        def inside(self: Requests, request: str, *given: Any, **named: Any) -> Any:
+        def inside(self: RequestCalls, request: str, *given: Any, **named: Any) -> Any:
             with self._door.of(request):
                 return call(self, request, *given, **named)
             return instead
@@ -50,13 +50,20 @@ def _guarded(instead: Any) -> Callable[[F], F]:
     return guarded
 
 
-class Requests:
+class RequestCalls:
     """The requests of one engine, as its scheduler tells of them. One thread."""
 
     def __init__(
-        self, source: Source, tables: TableCheck, offers: Offers, loads: Loads, asks: Asks, stories: Stories
+        self,
+        source: Source,
+        tables: TableCheck,
+        requests: EngineRequests,
+        offers: Offers,
+        loads: Loads,
+        asks: Asks,
+        stories: Stories,
     ) -> None:
-        self.source, self._tables = source, tables
+        self.source, self._tables, self._requests = source, tables, requests
         self.offers, self.loads, self._asks, self._stories = offers, loads, asks, stories
         self._door, self._breaking = loads.schedule.door, False
         broken = WeakMethod(self._broken)  # any thread that tells of requests knows their schedule
@@ -108,21 +115,22 @@ class Requests:
         tokens = _count("tokens", tokens)
         stops = arguments.flag("stops", stops)
         self._check_open("offer")
-        request = RequestId(arguments.string("request", request))
+        name = RequestId(arguments.string("request", request))
         if answer is not None:
             arguments.string("answer", answer)
-        arrived = self.offers.schedule.arrive(request, transfer, digest, tokens, stops, answer)
-        if arrived:
-            self.offers.arrived(request)
-        return arrived
+        with self._requests.of(name) as known:
+            arrived = self.offers.schedule.arrive(known, transfer, digest, tokens, stops, answer)
+            if arrived and known.offering is not None:
+                self.offers.arrived(known.offering)
+            return arrived
 
     def ticket(self, request: str) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; None if it offers nothing, or nothing any more.
 
         It stays the same when the request has finished, as long as its blocks are held. Hand it on once this side is ``ready``.
         """
-        request = _request(request)
-        return self.offers.ticket(request, self.source)
+        found = self._find(request)
+        return None if found is None else self.offers.ticket(found, self.source)
 
     @_guarded(False)
     def load(
@@ -172,15 +180,16 @@ class Requests:
         tokens = _count("tokens", tokens)
         begun, offered = arguments.flag("begun", begun), arguments.flag("offered", offered)
         self._check_open("load")
-        request = RequestId(arguments.string("request", request))
+        name = RequestId(arguments.string("request", request))
         enough = arguments.integer("enough", enough, 0, tokens)
         if answer is not None:
             arguments.string("answer", answer)
-        what = request, transfer, digest, source, tokens
-        arrived = self.loads.schedule.arrive(*what, offered, enough, answer, begun)
-        if arrived:
-            self.loads.arrived(request)
-        return arrived
+        with self._requests.of(name) as known:
+            what = known, transfer, digest, source, tokens
+            load = self.loads.schedule.arrive(*what, offered, enough, answer, begun)
+            if load is not None:
+                self.loads.arrived(load)
+            return load is not None
 
     @_guarded(False)
     def ask(
@@ -217,16 +226,18 @@ class Requests:
         tokens = arguments.integer("tokens", tokens, 0, len(prefix))
         arguments.string("kind", kind, empty=True)
         self._check_open("ask")
-        request = RequestId(arguments.string("request", request))
-        return self._asks.ask(request, prefix, sources, tokens, _count("computed", computed), kind)
+        name, computed = RequestId(arguments.string("request", request)), _count("computed", computed)
+        with self._requests.of(name) as known:
+            return self._asks.ask(known, prefix, sources, tokens, computed, kind)
 
     def asking(self, request: str) -> bool:
         """Return whether other engines have been asked for this request, and it is not decided yet what it loads."""
-        return self._asks.asking(RequestId(request))
+        found = self._find(request)
+        return found is not None and found.asking
 
     def takes_no_part(self, request: str, why: str) -> None:
         """Record why a request that was to load or to offer does not, in words for `kvxfer why`; changes nothing else."""
-        request = _request(request)
+        arguments.instance("request", request, str)
         self._stories.takes_no_part(request, arguments.string("why", why, MAX_REASON))
 
     @_guarded(None)
@@ -240,8 +251,9 @@ class Requests:
             request: The engine's id of the request.
             computed: The tokens that the request will find in the local prefix cache, as far as is known.
         """
-        request = _request(request)
-        self.loads.prefetch(request, _count("computed", computed))
+        load, computed = self._load(request), _count("computed", computed)
+        if load is not None:
+            self.loads.prefetch(load, computed)
 
     @_guarded(0)
     def loadable(self, request: str, computed: int) -> int | None:
@@ -253,13 +265,16 @@ class Requests:
             The number of tokens. 0: none can, now or later. None: not known yet, because another request of the same transfer is
             loading them, a prefetch is on its way, or the producer has not begun; ask again in the next step.
         """
-        request = _request(request)
-        computed = _count("computed", computed)
-        return None if self._asks.advance(request, computed) else self.loads.loadable(request, computed)
+        found, computed = self._find(request), _count("computed", computed)
+        if found is None:
+            return 0
+        if self._asks.advance(found, computed):
+            return None
+        return 0 if found.own_load is None else self.loads.loadable(found.own_load, computed)
 
     def failure(self, request: str) -> Failure | None:
         """Return why nothing is loaded for a request, if its load was given up or has failed before the request had blocks."""
-        load = self.loads.schedule.of(_request(request))
+        load = self._load(request)
         return None if load is None else load.failure
 
     def is_prefetched(self, request: str) -> bool:
@@ -267,7 +282,8 @@ class Requests:
 
         If so, the request runs in this step, whose workers first copy the blocks. If not, its load begins with this step.
         """
-        return self.loads.is_sync(RequestId(request))
+        load = self._load(request)
+        return load is not None and load.is_sync
 
     def allocated(self, request: str, table: BlockTable, external: int) -> None:
         """Record that the engine admits the request, and counts on ``external`` tokens from outside.
@@ -286,18 +302,24 @@ class Requests:
                 is offered or being filled. The load has failed: no tokens will come.
             ArgumentError: The block table does not fit this engine's groups. The load has failed as well.
         """
-        request = _request(request)
-        external = _count("external", external)
+        found, external = self._find(request), _count("external", external)
         with self._door.of(request):
-            self._asks.admitted(request, external)
-            self.loads.allocated(request, table, external)
+            if found is not None:
+                self._asks.admitted(found, external)
+            if found is not None and found.own_load is not None:
+                self.loads.allocated(found.own_load, table, external)
+            elif external:
+                raise ScheduleError(
+                    f"request {request} expects {external} tokens, and does not load: call 'load' first"
+                )
             return
         if external:
             raise ScheduleError(f"request {request} cannot be loaded, because of {WHY}")
 
     def follows(self, request: str) -> bool:
         """Return whether ``runs`` or ``preempted`` matters for what this request offers; if not, its block table need not be looked up."""
-        return self.offers.follows(RequestId(request))
+        found = self._requests.find(RequestId(request))  # asked for each request of a step
+        return found is not None and self.offers.follows(found)
 
     @_guarded(None)
     def runs(self, request: str, computed: int, scheduled: int, table: BlockTable) -> None:
@@ -313,15 +335,18 @@ class Requests:
             ArgumentError: The block table does not fit this engine's groups, or has too few blocks for what the step computes.
             ScheduleError: The request offers what the step computes, and a load, such as its own, still fills one of the blocks.
         """
-        request = _request(request)
-        self.offers.runs(request, _count("computed", computed), _count("scheduled", scheduled), table)
+        found, computed, scheduled = self._find(request), _count("computed", computed), _count("scheduled", scheduled)
+        if found is not None:
+            self.offers.runs(found, computed, scheduled, table)
 
     @_guarded(None)
     def preempted(self, request: str) -> None:
         """Record that the engine takes the request's blocks away. Call it before the ``runs`` calls of the same step."""
-        request = _request(request)
-        self.loads.preempted(request)
-        self.offers.preempted(request)
+        found = self._find(request)
+        if found is not None and found.own_load is not None:
+            self.loads.preempted(found.own_load)
+        if found is not None:
+            self.offers.preempted(found)
 
     def finished(self, request: str, table: BlockTable, complete: bool, *, good: bool = False) -> bool:
         """Record that the request is over, at whatever point.
@@ -340,26 +365,33 @@ class Requests:
         Raises:
             ArgumentError: The block table does not fit this engine's groups.
         """
-        request = _request(request)
+        found = self._find(request)
         complete, good = arguments.flag("complete", complete), arguments.flag("good", good)
         self._tables.check("table", table)
-        with self._door.of(request):
-            self._asks.forget(request)
-        with self._door.of(request):
-            self.loads.finished(request)
-        return self.offers.finished(request, table, complete, found=bool(self._descriptors), good=good)
+        if found is None:
+            return False
+        with self._door.of(found.name):
+            self._asks.forget(found)
+        with self._door.of(found.name):
+            if found.own_load is not None:
+                self.loads.finished(found.own_load)
+        held = self.offers.finished(found, table, complete, found=bool(self._descriptors), good=good)
+        self._requests.forget(found)
+        return held
 
     @_guarded(None)
     def freed(self, request: str) -> None:
         """Record that the engine frees the blocks of a held request although no ``report`` has named it as ``free``."""
-        request = _request(request)
-        self.offers.freed(request)
+        found = self._find(request)
+        if found is not None and found.offering is not None:
+            self.offers.freed(found.offering)
 
     @_guarded(None)
     def confirm_load_ended(self, request: str) -> None:
         """Record that the engine knows a load to be over on all ranks; does nothing if a ``report`` has said so."""
-        request = _request(request)
-        self.loads.confirm_ended(request)
+        found = self._find(request)
+        if found is not None and found.load is not None:
+            self.loads.confirm_ended(found.load)
 
     def _broken(self, owner: RequestId | TransferId, bug: IllegalTransition) -> None:
         """Give up what a request loads, asks and offers, because of a bug of kvxfer's; it is computed here.
@@ -373,19 +405,26 @@ class Requests:
             return
         what = "request %s is computed here, because of %s: please report it: %s"
         log.error(what, printable(owner), WHY, bug, exc_info=bug)
+        found = self._requests.find(owner)
+        if found is None:
+            return
         self._breaking = True
         try:
             with self._door.of(owner):
-                self._asks.give_up(owner)
-            self.loads.give_up(owner, WHY)
+                self._asks.give_up(found)
+            if found.load is not None:
+                self.loads.give_up(found.load, WHY)
             self.offers.withdraw(owner, WHY)
         finally:
             self._breaking = False
 
+    def _find(self, request: str) -> EngineRequest | None:
+        """Return what is known of a request: nothing of most, for an engine may pass on all that it hears, whatever its length."""
+        return self._requests.find(RequestId(arguments.instance("request", request, str)))
 
-def _request(request: str) -> RequestId:
-    # Of any length: an engine may pass on all that it hears.
-    return RequestId(arguments.instance("request", request, str))
+    def _load(self, request: str) -> Load | None:
+        found = self._find(request)
+        return None if found is None else found.own_load
 
 
 def _transfer(transfer: TransferId, digest: bytes) -> None:

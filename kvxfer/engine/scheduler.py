@@ -25,7 +25,7 @@ from kvxfer.engine.notices import Notices
 from kvxfer.engine.offers import Offers
 from kvxfer.engine.paces import Benefit
 from kvxfer.engine.pins import BlockPins
-from kvxfer.engine.requests import Requests
+from kvxfer.engine.requests import RequestCalls
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
 from kvxfer.engine.stories import Stories
@@ -44,8 +44,8 @@ log = logger("kvxfer.engine")
 MAX_RANKS = 1 << 16
 
 
-class SchedulerSide(Requests):
-    """The transfers of one engine, as its scheduler sees them: those of its requests (``Requests``), step by step.
+class SchedulerSide(RequestCalls):
+    """The transfers of one engine, as its scheduler sees them: those of its requests (``RequestCalls``), step by step.
 
     There is one for each engine, called by one thread; only ``close`` blocks. The directory has a thread of its own. Calls
     about a request that neither offers nor loads do nothing, so an engine may call these methods for all requests.
@@ -122,7 +122,7 @@ class SchedulerSide(Requests):
         asks = Asks(config, self.directory, notices, consumer, loads, self._benefit)
         if queue is not None:
             loads.alone.queue = self._with_inquiries(arguments.instance("queue", queue, EngineQueue))
-        super().__init__(self.directory.source, tables, offers, loads, asks, stories)
+        super().__init__(self.directory.source, tables, self._schedule.requests, offers, loads, asks, stories)
         self._answers = PrefixAnswers(self.directory, offers, producer, groups, self._pins.limit)
         self.asked, self.answered = asks.counts, self._answers.counts
         self._standstill, self._drains_until = Standstill(producer), 0.0

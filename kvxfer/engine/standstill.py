@@ -32,7 +32,7 @@ class Standstill:
             return
         self._given_up = next((found for found in self._schedule if found.held), None)
         if self._given_up is not None:
-            name = printable(self._given_up.request or self._given_up.transfer)
+            name = printable(self._given_up.name)
             log.warning("request %s, held for another engine, is given up: no request here can get blocks", name)
             why = "the producer needed the blocks: no request of its own could get any"
             self._schedule.withdraw(self._given_up.transfer, why)

@@ -12,6 +12,7 @@ from kvxfer.schedule.load import LOAD, Load, LoadEvent, LoadState
 from kvxfer.schedule.offering import OFFERING, Offering, OfferingEvent, OfferingState, Pin
 from kvxfer.schedule.prefix_index import KnownPrefix, PrefixIndex
 from kvxfer.schedule.producer import OfferSchedule
+from kvxfer.schedule.requests import EngineRequest, EngineRequests
 from kvxfer.transitions import Bulkhead
 from kvxfer.values import Group
 
@@ -25,6 +26,8 @@ __all__ = [
     "Cancel",
     "Chain",
     "DeclinedTransfer",
+    "EngineRequest",
+    "EngineRequests",
     "FetchSchedule",
     "KnownPrefix",
     "Load",
@@ -58,15 +61,16 @@ class Schedule:
     Attributes:
         producer: Follows the requests that are prefilled here for other engines.
         consumer: Follows those that load from other engines.
+        requests: All of these, and those that ask.
         ledger: The blocks that both let others read or fill.
         door: What no bug of a table leaves.
     """
 
     def __init__(self, groups: Sequence[Group], own: Source | None = None) -> None:
         self.ledger = BlockLedger()
-        self.door = Bulkhead()
-        self.producer = OfferSchedule(groups, self.ledger, self.door)
-        self.consumer = FetchSchedule(groups, own, self.ledger, self.door)
+        self.door, self.requests = Bulkhead(), EngineRequests()
+        self.producer = OfferSchedule(groups, self.ledger, self.door, self.requests)
+        self.consumer = FetchSchedule(groups, own, self.ledger, self.door, self.requests)
 
     def commands(self) -> StepCommands:
         """Return what the workers must know with this step."""

@@ -6,6 +6,7 @@ from kvxfer.identity import Handle, RequestId, Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
 from kvxfer.schedule.load import ENTERED, LEFT, Load, LoadAction, LoadEvent, LoadState, Wanted
+from kvxfer.schedule.requests import EngineRequest, EngineRequests
 from kvxfer.transitions import Bulkhead
 from kvxfer.values import BlockTable, Fetch, Group
 
@@ -15,14 +16,15 @@ _S, _E, _A = LoadState, LoadEvent, LoadAction
 class FetchSchedule:
     """The engine's loads (``Load``): decides what to load, and queues the fetches. A transfer is fetched at most once, by one request.
 
-    There is one for each engine, called by one thread. The calls for a request are ``arrive``, ``matched`` as often as the
-    engine likes, ``allocated``, ``finish``; calls about a request that did not arrive do nothing.
+    There is one for each engine, called by one thread. The calls for a request are ``arrive``, and for its load ``matched`` as often as the
+    engine likes, ``allocated``, ``finish``.
 
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
         own: The engine's own directory, if it has several ranks (``Fetch.own``).
         ledger: The blocks that the engine offers, and to which those that its loads fill are added; ``None``: nothing is offered.
         door: Where a bug stops that ends one load of several; ``None``: it is raised.
+        requests: The engine's requests; ``None``: they have no other schedule.
 
     Attributes:
         fetched: How many fetches have been queued. The next one has that number.
@@ -38,13 +40,14 @@ class FetchSchedule:
         own: Source | None = None,
         ledger: BlockLedger | None = None,
         door: Bulkhead | None = None,
+        requests: EngineRequests | None = None,
     ) -> None:
         self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
         self._partly = all(
             group.kind == "full" for group in groups
         )  # windows and states are kept for one number of tokens
         self._own, self.door = own, door or Bulkhead()
-        self._loads: dict[RequestId, Load] = {}  # by the engine's name of the request
+        self.requests = EngineRequests() if requests is None else requests
         self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
         self.working: list[Load] = []
         self.unpin: Callable[[Hashable], None] = lambda holder: None
@@ -55,18 +58,9 @@ class FetchSchedule:
 
     # --- which loads there are ---------------------------------------------------------------------------------------
 
-    def named(self, request: RequestId) -> Load | None:
-        """Return the load of this name, also if its request is over."""
-        return self._loads.get(request)
-
-    def of(self, request: RequestId) -> Load | None:
-        """Return the load of a request that the engine has not said to be over."""
-        load = self._loads.get(request)
-        return None if load is None or load.over else load
-
     def __iter__(self) -> Iterator[Load]:
-        """Yield all loads, the oldest first. Any thread, and the loads may change meanwhile."""
-        return iter(self._loads.copy().values())
+        """Yield all loads. Any thread, and they may change meanwhile."""
+        return (load for request in self.requests if (load := request.load) is not None)
 
     def wanting(self, transfer: TransferId) -> Sequence[Load]:
         wanted = self._wanted.get(transfer)
@@ -84,7 +78,7 @@ class FetchSchedule:
 
     def arrive(
         self,
-        request: RequestId,
+        request: EngineRequest,
         transfer: TransferId,
         digest: bytes,
         source: Source,
@@ -93,30 +87,29 @@ class FetchSchedule:
         enough: int = 0,
         answer: str | None = None,
         begun: bool = True,
-    ) -> bool:
-        """Record a request that may load, and return whether it does: see ``SchedulerSide.load``, and ``Fetch``.
+    ) -> Load | None:
+        """Record a request that may load, and return its load, if it does: see ``SchedulerSide.load``, and ``Fetch``.
 
         Calling it again for a known request changes nothing. Unless it has ``begun``, it is not fetched before ``LoadEvent.BEGUN``.
 
         Raises:
             ScheduleError: The request loads another transfer.
         """
-        wanted, known = self._wanted.get(transfer), self._loads.get(request)
+        wanted, known = self._wanted.get(transfer), request.load
         if known is not None and not known.over:
             if known.wanted is not wanted:
-                raise ScheduleError(f"request {request} loads {known.wanted.transfer}, not {transfer} too")
+                raise ScheduleError(f"request {request.name} loads {known.wanted.transfer}, not {transfer} too")
             if (wanted.digest, wanted.source, wanted.tokens) != (digest, source, tokens):
-                raise ScheduleError(
-                    f"request {request} loads {wanted.tokens} tokens of {transfer} from {wanted.source}, and nothing else under that name"
-                )
-            return True
+                what = f"{wanted.tokens} tokens of {transfer} from {wanted.source}"
+                raise ScheduleError(f"request {request.name} loads {what}, and nothing else under that name")
+            return known
         if known is not None:
-            return False
+            return None
         if wanted is not None and (
             all(load.over for load in wanted.loads)
             or (wanted.digest, wanted.source, wanted.tokens) != (digest, source, tokens)
         ):
-            return False
+            return None
         state = _S.OPEN if begun or not tokens else _S.WAITING  # for nothing, nobody is asked
         if wanted is None:
             enough = 0 if offered else enough
@@ -126,12 +119,12 @@ class FetchSchedule:
                 self.decline(wanted.transfer, digest, source, "another request of this engine loads it")
             fetching = any(load.is_sync or load.state is _S.MOVING for load in wanted.loads)
             state = _S.CLOSED if wanted.closed else _S.SHARED if fetching else state
-        load = self._loads[request] = Load(request, wanted, state)
+        load = request.load = Load(request.name, wanted, state)
         wanted.answers.add(answer)
         wanted.loads.append(load)
         if offered and not tokens and not wanted.closed:
             self.on(load, _E.NOT_NEEDED, "the consumer does not need it")
-        return True
+        return load
 
     def decline(self, transfer: TransferId, digest: bytes, source: Source, reason: str, answer: str = "") -> None:
         """Have a producer told that one of the consumers which it counts will not fetch a transfer.
@@ -140,21 +133,18 @@ class FetchSchedule:
         """
         self._declines.append(DeclinedTransfer(transfer, digest, source, reason, answer))
 
-    def matched(self, request: RequestId, computed: int) -> int | None:
+    def matched(self, load: Load, computed: int) -> int | None:
         """Return how many tokens after the ``computed`` local ones can be loaded. Changes nothing.
 
-        0: none, now or later (unknown, already loaded, failed, or the local cache has all). None: the producer has not begun, or
+        0: none, now or later (already loaded, failed, or the local cache has all). None: the producer has not begun, or
         the transfer is being loaded; ask again in the next step. A load ends within its deadline, so this is not None for ever.
         """
-        load = self.of(request)
-        if load is None:
-            return 0
         if load.state is _S.OPEN or load.state is _S.WAITING:
             tokens = max(0, load.wanted.tokens - computed)
             return tokens if not tokens or load.state is _S.OPEN else None
         return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING) else 0
 
-    def allocated(self, request: RequestId, table: BlockTable, computed: int, external: int) -> None:
+    def allocated(self, load: Load, table: BlockTable, computed: int, external: int) -> None:
         """Record that the engine admitted the request, and counts on ``external`` tokens: see ``SchedulerSide.allocated``.
 
         ``computed``: the local tokens before these, as in the last call of ``matched``. A second call, with 0, changes nothing.
@@ -163,20 +153,19 @@ class FetchSchedule:
             ScheduleError: ``external`` is more than ``matched`` would return now, or there are no blocks for it, or some of those
                 are offered or being filled. The request must not run.
         """
-        load = self.of(request)
         if external > 0:
-            self.fetch(request, table, computed, external, _E.FETCH)
-        elif load is not None:
+            self.fetch(load, table, computed, external, _E.FETCH)
+        else:
             self.on(load, _E.NOT_NEEDED, "the consumer does not need it")
 
-    def fetch(self, request: RequestId, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
+    def fetch(self, load: Load, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
         """Queue the fetch of a load into these blocks; ``event`` says whose they are. For the rest see ``allocated``.
 
         Raises:
             ScheduleError: As ``allocated`` does.
         """
-        load, promised = self.of(request), self.matched(request, computed)
-        if load is None or promised is None or external > promised or (external < promised and not self._partly):
+        request, promised = load.request, self.matched(load, computed)
+        if promised is None or external > promised or (external < promised and not self._partly):
             raise ScheduleError(f"request {request} expects {external} tokens where {promised} can be had")
         end = computed + external
         blocks = self.fills(table, computed, end)
@@ -277,26 +266,23 @@ class FetchSchedule:
                     if load.over:
                         self._forget(load)
 
-    def unasked(self, request: RequestId) -> None:
-        """Record that the load has failed before any worker asked its producer; have the producer told, so that it frees its blocks.
+    def unasked(self, load: Load) -> None:
+        """Record that a load has failed before any worker asked its producer; have the producer told, so that it frees its blocks.
 
         Call it before the end is told, and only if no worker has asked: a producer that was asked counts this engine already, and
         would count it twice.
         """
-        load = self.named(request)
-        if load is not None and load.fetched is not None and load.state is not _S.CLOSED:
+        if load.fetched is not None and load.state is not _S.CLOSED:
             wanted = load.wanted
             self.decline(wanted.transfer, wanted.digest, wanted.source, "the consumer gave up before it could ask")
 
-    def finish(self, request: RequestId, reason: str = "the consumer's request is over") -> None:
-        """Record that the request is over, at whatever point: rejected, aborted or done."""
-        load = self.of(request)
-        if load is not None:
-            load.over = True
-            if load.state is _S.CLOSED:
-                self._forget(load)
-            else:
-                self.on(load, _E.GIVE_UP, reason)
+    def finish(self, load: Load, reason: str = "the consumer's request is over") -> None:
+        """Record that the request of a load is over, at whatever point: rejected, aborted or done."""
+        load.over = True
+        if load.state is _S.CLOSED:
+            self._forget(load)
+        else:
+            self.on(load, _E.GIVE_UP, reason)
 
     def _close(self, load: Load, before: LoadState, event: LoadEvent, reason: str) -> None:
         """Close the transfer with the load that was to fetch it; the other requests of it compute their tokens.
@@ -316,7 +302,9 @@ class FetchSchedule:
 
     def _forget(self, load: Load) -> None:
         wanted = load.wanted
-        del self._loads[load.request]
+        if (request := self.requests.find(load.request)) is not None:
+            request.load = None
+            self.requests.forget(request)
         wanted.loads.remove(load)
         if not wanted.loads:
             del self._wanted[wanted.transfer]

@@ -116,6 +116,11 @@ class Offering(Life[OfferingState, OfferingEvent]):
     ended: OfferEnd | None = None  # how, once a rank has said so
 
     @property
+    def name(self) -> RequestId | TransferId:
+        """What logs call it: the request, or the transfer of blocks that are no request's."""
+        return self.request or self.transfer
+
+    @property
     def computed(self) -> bool:
         """Whether its request runs, and what that computes is offered."""
         return self.state in _COMPUTED

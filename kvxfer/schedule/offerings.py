@@ -1,30 +1,21 @@
-"""The book of an engine's offerings: by the request that has a name now, and by transfer."""
+"""The book of an engine's offerings, by transfer."""
 
 from collections.abc import Iterator, Sequence
 
 from kvxfer.identity import FIRST, Generation, RequestId, TransferId
 from kvxfer.schedule.offering import Offering, OfferingState
+from kvxfer.schedule.requests import EngineRequest, EngineRequests
 from kvxfer.values import BlockTable, Group
 
 
 class Offerings:
     """All offerings of one engine that something is remembered of."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = tuple(groups)
+    def __init__(self, groups: Sequence[Group], requests: EngineRequests) -> None:
+        self._groups, self.requests = tuple(groups), requests
         self._nothing = BlockTable((b"",) * len(self._groups))
         self._generation = FIRST
-        self._live: dict[RequestId, Offering] = {}  # by the engine's name of the request
         self._transfers: dict[TransferId, list[Offering]] = {}  # the last one is that which consumers are served from
-
-    def named(self, request: RequestId) -> Offering | None:
-        """Return the offering of this name, also if its request is over and its blocks are held."""
-        return self._live.get(request)
-
-    def of(self, request: RequestId) -> Offering | None:
-        """Return the offering of a running request, which may be over before it."""
-        found = self.named(request)
-        return None if found is None or (found.over and request not in found.sharers) else found
 
     def under(self, transfer: TransferId) -> Sequence[Offering]:
         """Return the offerings of this name that something is remembered of, the latest last. Any thread."""
@@ -41,27 +32,10 @@ class Offerings:
         found = [one for known in self._transfers.copy().values() for one in known]
         return iter(sorted(found, key=lambda one: one.born))
 
-    def run_by(self, request: RequestId) -> Offering | None:
-        """Return the offering of which a running request's blocks are offered."""
-        found = self.named(request)
-        return found if found is not None and found.request == request and found.computed else None
-
-    def __contains__(self, request: RequestId) -> bool:
-        """Return whether this request is tracked; the block tables of others need not be looked up."""
-        found = self.of(request)
-        return found is not None and found.tracked
-
     def offers(self, transfer: TransferId, digest: bytes) -> bool:
         """Return whether this transfer, with this digest, is offered or will be. Any thread."""
         found = self.current(transfer)
         return found is not None and found.digest == digest and found.offered
-
-    def answer(self, request: RequestId) -> str:
-        """Return the name of the answer that tells consumers of what a running request offers; its own if it offers nothing."""
-        found = self.of(request)
-        if found is None or not found.tracked:
-            return request
-        return found.sharers.get(request, found.answer)
 
     def begun(self, transfer: TransferId, digest: bytes) -> bool:
         """Return whether some of this transfer, with this digest, is computed or being computed. Any thread."""
@@ -91,16 +65,14 @@ class Offerings:
         return new
 
     def _add(self, new: Offering) -> None:
-        if new.request:
-            self._live[new.request] = new
         self._transfers.setdefault(new.transfer, []).append(new)
 
-    def _leave(self, found: Offering, request: RequestId) -> None:
+    def _leave(self, found: Offering, request: EngineRequest) -> None:
         """Let a running request have nothing to do with an offering any more."""
-        found.sharers.pop(request, None)
-        if found.request == request:
+        found.sharers.pop(request.name, None)
+        if found.request == request.name:
             found.over = True
-        del self._live[request]
+        request.offering = None
         self.forget(found)
 
     def forget(self, found: Offering) -> None:
@@ -110,8 +82,10 @@ class Offerings:
         known = self._transfers.get(found.transfer, [])
         if found not in known:
             return
-        if self._live.get(found.request) is found:
-            del self._live[found.request]
+        request = self.requests.find(found.request)
+        if request is not None and request.offering is found:
+            request.offering = None
+            self.requests.forget(request)
         known.remove(found)
         if not known:
             del self._transfers[found.transfer]

@@ -12,6 +12,7 @@ from kvxfer.schedule.commands import Revoke, ScheduleError, StepCommands, check_
 from kvxfer.schedule.coverage import Coverage
 from kvxfer.schedule.offering import Offering, OfferingEvent, OfferingState
 from kvxfer.schedule.offerings import Offerings
+from kvxfer.schedule.requests import EngineRequest, EngineRequests
 from kvxfer.transitions import Bulkhead
 from kvxfer.values import BlockTable, Group, Offer
 
@@ -24,21 +25,26 @@ class OfferSchedule(Offerings):
     """The engine's offerings: turns a scheduler's steps into offers and revocations.
 
     There is one for each engine, called by one thread. The calls for a request are ``arrive``, any number of ``step`` and
-    ``preempt``, then ``finish``; calls about a request that is not tracked do nothing, so a connector may make them for all.
+    ``preempt`` for the offering that it computes (``Request.computing``), then ``finish``.
 
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
         ledger: The blocks that the engine's loads fill, and to which those that it offers are added; ``None``: nothing is loaded.
         door: Where a bug stops that ends one offering of several; ``None``: it is raised.
+        requests: The engine's requests; ``None``: they have no other schedule.
 
     Attributes:
         door: What no bug of a table leaves.
     """
 
     def __init__(
-        self, groups: Sequence[Group], ledger: BlockLedger | None = None, door: Bulkhead | None = None
+        self,
+        groups: Sequence[Group],
+        ledger: BlockLedger | None = None,
+        door: Bulkhead | None = None,
+        requests: EngineRequests | None = None,
     ) -> None:
-        super().__init__(groups)
+        super().__init__(groups, EngineRequests() if requests is None else requests)
         self.door = door or Bulkhead()
         self._ledger = BlockLedger() if ledger is None else ledger
         self._coverage = Coverage(groups, self._ledger)
@@ -49,7 +55,7 @@ class OfferSchedule(Offerings):
 
     def arrive(
         self,
-        request: RequestId,
+        request: EngineRequest,
         transfer: TransferId,
         digest: bytes,
         tokens: int,
@@ -65,16 +71,16 @@ class OfferSchedule(Offerings):
         Raises:
             ScheduleError: The request offers another transfer, or another number of tokens.
         """
-        known, own = self.current(transfer), self.named(request)
-        if own is not None and own.over and request not in own.sharers:
+        known, own = self.current(transfer), request.offering
+        if own is not None and own.over and request.name not in own.sharers:
             own.namesake = True
             return False
         if own is not None and own.tracked:
             if own is not known:
-                raise ScheduleError(f"request {request} offers {own.transfer}, not {transfer} too")
+                raise ScheduleError(f"request {request.name} offers {own.transfer}, not {transfer} too")
             if (own.digest, own.total) != (digest, tokens):
                 raise ScheduleError(
-                    f"request {request} offers {own.total} tokens of {transfer}, and not {tokens} of other content"
+                    f"request {request.name} offers {own.total} tokens of {transfer}, and not {tokens} of other content"
                 )
             return True
         if known is None and tokens <= 0:
@@ -82,11 +88,12 @@ class OfferSchedule(Offerings):
         if own is not None:  # its offering is over, and it may begin another
             self._leave(own, request)
         if known is not None:
-            return self._share(known, request, digest, tokens, answer or request)
-        self._add(self._new(request, transfer, digest, tokens, stops, answer or request))
+            return self._share(known, request, digest, tokens, answer or request.name)
+        request.offering = self._new(request.name, transfer, digest, tokens, stops, answer or request.name)
+        self._add(request.offering)
         return True
 
-    def _share(self, known: Offering, request: RequestId, digest: bytes, tokens: int, answer: str) -> bool:
+    def _share(self, known: Offering, request: EngineRequest, digest: bytes, tokens: int, answer: str) -> bool:
         """Let a request share what another offers, if it is the same content."""
         if not known.offered or (known.digest, known.total) != (digest, tokens):
             return False
@@ -95,7 +102,7 @@ class OfferSchedule(Offerings):
         elif answer not in known.answers:
             known.answers.add(answer)
             self._count(known, 1)
-        known.sharers[request], self._live[request] = answer, known
+        known.sharers[request.name], request.offering = answer, known
         return True
 
     def computed(self, transfer: TransferId, digest: bytes, tokens: int, table: BlockTable) -> Offering | None:
@@ -124,29 +131,25 @@ class OfferSchedule(Offerings):
         self._force(new, _S.CLOSED, "the producer could not offer it")
         return None
 
-    def check(self, request: RequestId, tokens: int, table: BlockTable) -> None:
+    def check(self, found: Offering, tokens: int, table: BlockTable) -> None:
         """Refuse a table that cannot be offered up to this token, because a load fills some of its blocks; ``step`` does not look.
 
         Raises:
             ScheduleError: There is such a block.
         """
-        found = self.run_by(request)
-        if found is None or not self._ledger.filling:
+        if not self._ledger.filling:
             return
         reason = self._coverage.filled(found, table, min(tokens, found.total))
         if reason is not None:
-            raise ScheduleError(f"request {request} cannot run with {reason}: run it once that load is over")
+            raise ScheduleError(f"request {found.name} cannot run with {reason}: run it once that load is over")
 
     def step(
-        self, request: RequestId, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
+        self, found: Offering, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
     ) -> None:
-        """Record that the request runs in this step: see ``SchedulerSide.runs``.
+        """Record that the request that computes an offering runs in this step: see ``SchedulerSide.runs``.
 
         ``end``: the blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request computes.
         """
-        found = self.run_by(request)
-        if found is None:
-            return
         found.progress = computed + scheduled
         if self._coverage.states and found.final and found.progress > found.total:
             self._restart(found, "the producer went on, and its recurrent state with it")
@@ -155,16 +158,14 @@ class OfferSchedule(Offerings):
         last = self._coverage.last(found, table, end) if whole else None
         self._offer(found, tokens if last is None else found.total, blocks, last)
 
-    def preempt(self, request: RequestId) -> None:
-        """Record that the engine takes the request's blocks away and will start it again, from the beginning or from cached blocks."""
-        found = self.run_by(request)
-        if found is not None:
-            self._restart(found, "the producer preempted the request")
-            found.progress = 0
+    def preempt(self, found: Offering) -> None:
+        """Record that the engine takes the blocks of the request that computes an offering, which it will start again from any token."""
+        self._restart(found, "the producer preempted the request")
+        found.progress = 0
 
     def finish(
         self,
-        request: RequestId,
+        request: EngineRequest,
         table: BlockTable,
         complete: bool,
         kept: bool = False,
@@ -173,7 +174,7 @@ class OfferSchedule(Offerings):
         """Record that the request is over.
 
         Args:
-            request: The engine's id of the request.
+            request: The request.
             table: The whole block table at its end.
             complete: Whether it ended normally and its KV is good; False after an abort or an error.
             kept: Whether the blocks that it has offered, though not complete, stay as they are until they are released.
@@ -184,11 +185,11 @@ class OfferSchedule(Offerings):
             True if the engine must keep the blocks until ``done`` says so. False if it can free them
             now, because everything is revoked or has been read.
         """
-        found = self.of(request)
+        found = request.own_offering
         if found is None:
             return False
-        if request in found.sharers:
-            answer = found.sharers.pop(request)
+        if request.name in found.sharers:
+            answer = found.sharers.pop(request.name)
             if not complete and answer != found.answer and answer not in found.sharers.values():
                 found.answers.discard(answer)
                 if found.consumers > 1:  # one that has declined may have been told by this very answer
@@ -205,7 +206,7 @@ class OfferSchedule(Offerings):
             inexact, pinned = self._coverage.windows or self._coverage.states, keep()
             event = _E.FAIL_READ if pinned else _E.FAIL
             self._on(found, event, reason, kept=kept and pinned and not inexact)
-            self._live.pop(request, None)
+            request.offering = None
             self._pass_on(found)
             return False
         self._offer(found, found.total, self._coverage.full(table, found.total), table)
@@ -222,7 +223,7 @@ class OfferSchedule(Offerings):
         """
         found = self.current(transfer)
         if found is not None:
-            with self.door.of(found.request or transfer):
+            with self.door.of(found.name):
                 self._on(found, _E.WITHDRAW, reason)
                 return
             if found.offered:
@@ -260,7 +261,7 @@ class OfferSchedule(Offerings):
         held = found.held
         self._ledger.drop(found.transfer, generation)
         event = _E.DONE if generation >= found.generation else _E.DONE_EARLIER
-        with self.door.of(found.request or found.transfer):
+        with self.door.of(found.name):
             self._on(found, event, "all is read")
             return held and found.state is _S.CLOSED
         if event is _E.DONE:
@@ -304,7 +305,7 @@ class OfferSchedule(Offerings):
             if last is not None:
                 full = last.only(group.moved(found.total) for group in self._groups)
             new = [(g, (found.blocks.count(g), full.count(g))) for g in range(len(self._groups))]
-            by = f"the offer of request {found.request or found.transfer}"
+            by = f"the offer of request {found.name}"
             blocks = self._ledger.blocks(full, new)
             self._ledger.claim(found.transfer, blocks, by, fills=False, generation=found.generation)
             found.tokens, found.blocks = tokens, full
@@ -371,8 +372,8 @@ class OfferSchedule(Offerings):
     def _pass_on(self, failed: Offering) -> None:
         """Let those that shared the offer of a failed request offer their own blocks, as of their next step."""
         sharers, failed.sharers = failed.sharers, {}
-        for sharer in sharers:
-            self._live.pop(sharer, None)
         self.forget(failed)
-        for sharer, answer in sharers.items():
-            self.arrive(sharer, failed.transfer, failed.digest, failed.total, answer=answer)
+        for name, answer in sharers.items():
+            with self.requests.of(name) as sharer:
+                sharer.offering = None
+                self.arrive(sharer, failed.transfer, failed.digest, failed.total, answer=answer)

@@ -18,12 +18,13 @@ from kvxfer.engine.alone import ASYNC_S, LOOK_S, LOOKS, STEP_S, Alone
 from kvxfer.engine.loads import TOGETHER_S
 from kvxfer.engine.side_channel import RankResult
 from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import RequestId, Source, TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Stages
 from kvxfer.schedule import LoadState
 from kvxfer.values import BlockTable, Group, Rank
 from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, Lending, ended
+from tests.schedule.ends import Loading
 
 SOURCE, RANK, TOKENS, LONG_S = Source("127.0.0.1", 1, 1), Rank(), 8, 1.0
 MOVING = LoadState.AHEAD, LoadState.MOVING
@@ -122,7 +123,7 @@ def test_beside_requests_that_compute_a_long_load_is_if_its_copy_costs_them_less
     d.requests = run
     d.load("a")
     assert d.waits("a") == [], "nobody waits for it"
-    assert d.side.loads.schedule.of(RequestId("a")).is_sync == sync  # type: ignore[union-attr]
+    assert Loading(d.side.loads.schedule).of("a").is_sync == sync  # type: ignore[union-attr]
 
 
 def test_those_that_could_run_wait_for_loads_that_come_one_after_the_other(d: Consumer) -> None:

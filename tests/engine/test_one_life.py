@@ -14,6 +14,7 @@ from kvxfer import BlockTable, Config, Group, Rank, Source, TransferId
 from kvxfer.engine import Report, ScheduleError, SchedulerSide
 from kvxfer.testing.engine import FACTS, PagedEngine
 from tests.engine.small import ended
+from tests.schedule.ends import Loading
 
 BLOCKS, TOKENS = 8, 4
 EMPTY = BlockTable.of([[]])
@@ -146,7 +147,7 @@ class Sides(RuleBasedStateMachine):
     def load_ends(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.loads)))
         self.side.step()
-        number = self.side.loads.schedule.named(name).fetched  # type: ignore[union-attr, arg-type]
+        number = Loading(self.side.loads.schedule).of(name).fetched  # type: ignore[union-attr]
         update = self.side.report(ended(name, number=number, generation=1))  # type: ignore[arg-type]
         assert update.loaded == {name}
         self.side.finished(name, EMPTY, complete=True)

@@ -11,8 +11,9 @@ from kvxfer.engine import renewals
 from kvxfer.engine.renewals import Renewals
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Renew
-from kvxfer.schedule import FetchSchedule, Load
+from kvxfer.schedule import FetchSchedule
 from kvxfer.values import Group
+from tests.schedule.ends import Loading
 
 A, B = Source("127.0.0.1", 7, 1), Source("127.0.0.1", 8, 1)
 X, Y = TransferId("own/1/x", 0), TransferId("own/1/y", 0)
@@ -38,12 +39,12 @@ class Waiting:
     """Loads that wait, and what renews their leases."""
 
     def __init__(self, lease: float, told: Told) -> None:
-        self.schedule = FetchSchedule([Group(16)])
-        self.renewals = Renewals(lease, told, lambda: self.schedule)
+        self.schedule = Loading(FetchSchedule([Group(16)]))
+        self.renewals = Renewals(lease, told, lambda: self.schedule.schedule)
 
     def begin(self, request: str, transfer: TransferId, digest: bytes, source: Source) -> None:
         assert self.schedule.arrive(request, transfer, digest, source, 40)
-        load: Load | None = self.schedule.of(request)
+        load = self.schedule.of(request)
         assert load is not None
         load.came_at = time.monotonic()
         self.renewals.start()

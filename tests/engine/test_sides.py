@@ -480,6 +480,8 @@ def test_an_engine_may_pass_on_all_that_it_hears() -> None:
         assert side.step().facts == FACTS and not side.step() and not Step()
         assert side.loadable("x", 0) == 0 and side.ticket("x") is None and not side.follows("x")
         side.allocated("x", BlockTable.of([[1]]), 0)
+        with pytest.raises(ScheduleError, match="request x expects 1 tokens, and does not load: call 'load' first"):
+            side.allocated("x", BlockTable.of([[1]]), 1)
         side.runs("x", 0, 4, BlockTable.of([[1]]))
         side.preempted("x")
         assert not side.finished("x", BlockTable.of([[1]]), True)

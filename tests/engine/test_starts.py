@@ -17,6 +17,7 @@ from kvxfer.protocol.messages import Await, Begun, Named, OtherContent
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.schedule import Load, LoadState, Schedule
 from kvxfer.values import Group
+from tests.schedule.ends import Loading, Offers
 
 A, B = Source("a", 7, 1), Source("b", 8, 0)
 X, Y = TransferId("router/x", 0), TransferId("router/y", 0)
@@ -52,7 +53,7 @@ class Played:
         return told
 
     def ask(self, request: str, transfer: TransferId, digest: bytes, source: Source) -> Load:
-        consumer = self.schedule.consumer
+        consumer = Loading(self.schedule.consumer)
         assert consumer.arrive(request, transfer, digest, source, 40, begun=False)
         load = consumer.of(request)
         assert load is not None
@@ -68,7 +69,7 @@ class Played:
         self.notices.exchange()
 
     def waits(self, request: str) -> bool:
-        load = self.schedule.consumer.of(request)
+        load = Loading(self.schedule.consumer).of(request)
         return load is not None and load.state is LoadState.WAITING
 
 
@@ -121,7 +122,7 @@ def test_it_waits_for_so_long_and_no_longer() -> None:
     assert not p.starts.is_late(load)
     p.now = 31.0
     assert p.starts.is_late(load)
-    p.schedule.consumer.finish("r")
+    Loading(p.schedule.consumer).finish("r")
     assert not p.waits("r") and len(p.schedule) == 0
 
 
@@ -144,7 +145,7 @@ def test_an_offer_under_the_name_of_one_that_is_over_has_yet_to_begin() -> None:
     assert not p.directory.begun(X, b"d")
     p.notices.over(X, b"d")
     assert p.directory.begun(X, b"d"), "fetching tells the rest"
-    p.schedule.producer.arrive("again", X, b"d", 40)
+    Offers(p.schedule.producer).arrive("again", X, b"d", 40)
     assert not p.directory.begun(X, b"d")
 
 
@@ -156,7 +157,7 @@ def test_one_host_s_early_refusals_do_not_push_out_another_s() -> None:
     p.directory.came += [declines(*[Named(name, b"x") for name in names], host="greedy")]
     p.notices.exchange()
     for transfer, digest in ((X, b"d"), (Y, b"e")):
-        assert p.schedule.producer.arrive(str(transfer), transfer, digest, 40)
+        assert Offers(p.schedule.producer).arrive(str(transfer), transfer, digest, 40)
         p.notices.offered(transfer, digest)
         assert not p.schedule.producer.offers(transfer, digest)
     assert len(p.notices._early) <= MAX_EARLY
@@ -168,7 +169,7 @@ def test_what_was_declined_before_it_was_offered() -> None:
     for early, stands in (([declines(Named(X, b"another"))], True), ([declines(Named(X, b"digest"))] * 1000, False)):
         p.directory.came = early
         p.notices.exchange()
-        assert p.schedule.producer.arrive("r", X, b"digest", 40)
+        assert Offers(p.schedule.producer).arrive("r", X, b"digest", 40)
         p.notices.offered(X, b"digest")
         assert p.schedule.producer.offers(X, b"digest") is stands
         p.schedule.producer.withdraw(X, "the next case")

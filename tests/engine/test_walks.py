@@ -15,13 +15,13 @@ import pytest
 
 from kvxfer import BlockTable, Config, Group, KvxferError, Source, TransferId
 from kvxfer.engine import BlockPins, HeldPrefix, Inquiry, Prefix, PrefixIndex, ScheduleError, SchedulerSide, WorkerSide
-from kvxfer.identity import RequestId
 from kvxfer.schedule import ASK, LOAD, OFFERING
 from kvxfer.testing.engine import until
 from kvxfer.transitions import IllegalTransition, Transitions
 from kvxfer.values import Rank
 from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, Agent, Lending, Wire
+from tests.schedule.ends import Loading, Offers
 
 TOKENS, BLOCK = 64, 16
 PROMPTS = [Prefix([n] * TOKENS, model="m") for n in range(3)]
@@ -178,7 +178,7 @@ class Walker:
             return
         if self.rng.random() < 0.2:
             external = self.rng.choice([0, BLOCK, external // BLOCK // 2 * BLOCK, TOKENS])
-        load = self.side._schedule.consumer.of(RequestId(request))
+        load = Loading(self.side._schedule.consumer).of(request)
         prompt = None if load is None else PREFIXES[load.wanted.digest]
         self.side.allocated(request, table, external)
         if external:
@@ -208,7 +208,7 @@ class Walker:
                 self.computed.get(request, 0),
             )
             self.expect(n, table, 0, before)
-            if self.side._schedule.producer.run_by(RequestId(request)) and self.filled and self.rng.random() < 0.1:
+            if Offers(self.side._schedule.producer).run_by(request) and self.filled and self.rng.random() < 0.1:
                 with pytest.raises(ScheduleError, match="run it once that load is over"):
                     self.side.runs(request, 0, tokens, self.with_one_of(table, tokens, self.filled))
                 continue
@@ -380,7 +380,7 @@ def walk(seed: int, direct: bool, calls: int) -> None:
         for walker in pair:
             assert walker.told == walker.begun and not walker.moving and not walker.held
             assert not walker.pool.used(), "something is still held"
-            assert not walker.side._asks._asks and not len(walker.worker)
+            assert not len(walker.side._requests) and not len(walker.worker)
     finally:
         for walker in pair:
             walker.side.close()

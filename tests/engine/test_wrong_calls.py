@@ -35,6 +35,7 @@ from kvxfer.engine.renewals import Renewals
 from kvxfer.protocol.messages import Named, Renew
 from kvxfer.schedule import FetchSchedule
 from kvxfer.testing.engine import FACTS, PagedEngine, PagedMemory
+from tests.schedule.ends import Loading
 
 CONFIG = Config(backend="kvxfer.testing.fake:FakeTransport", transfer_timeout=20.0, lease=20.0)
 DIGEST, TABLE = b"d", BlockTable.of([[14, 15]])
@@ -406,8 +407,8 @@ def test_a_renewal_that_cannot_be_sent_ends_no_other() -> None:
             raise ValueError("cannot be sent")
         told.append(source)
 
-    schedule = FetchSchedule([Group(2)])
-    renewals = Renewals(0.02, tell, lambda: schedule)
+    schedule = Loading(FetchSchedule([Group(2)]))
+    renewals = Renewals(0.02, tell, lambda: schedule.schedule)
     for name, source in (("bad", bad), ("good", good)):
         assert schedule.arrive(name, fresh()[1], DIGEST, source, 4)
         schedule.of(name).came_at = time.monotonic()  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from typing import Any
 from kvxfer.identity import Source
 from kvxfer.schedule import Schedule
 from kvxfer.values import BlockTable, Fetch, Group
-from tests.schedule.ends import loaded, preempt
+from tests.schedule.ends import Loading, Offers, loaded, preempt
 
 WINDOW = 5
 STATE = 1000  # block size of a group whose one block holds the state, whatever its tokens
@@ -49,6 +49,7 @@ class ScheduledEngine:
     def __init__(self, groups: Sequence[Group], own: Source, blocks: int, budget: int) -> None:
         self.groups = list(groups)
         self.schedule = Schedule(groups, own)
+        self.producer, self.consumer = Offers(self.schedule.producer), Loading(self.schedule.consumer)
         self.budget = budget
         self.caching = all(group.kind != "state" for group in groups)
         self.free = list(range(1, blocks + 1))
@@ -152,8 +153,8 @@ class ScheduledEngine:
         del victim.tokens[len(victim.tokens) - victim.unsettled :]
         victim.unsettled = victim.computed = 0
         self.waiting.insert(0, victim)
-        self.schedule.producer.preempt(victim.id)
-        preempt(self.schedule.consumer, victim.id)
+        self.producer.preempt(victim.id)
+        preempt(self.consumer, victim.id)
 
     def finish(self, request: Request, complete: bool) -> bool:
         request.over = True
@@ -161,8 +162,8 @@ class ScheduledEngine:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self.schedule.consumer.finish(request.id)
-        held = self.schedule.producer.finish(
+        self.consumer.finish(request.id)
+        held = self.producer.finish(
             request.id,
             BlockTable.of(
                 row[: ceil(request.computed, group.block_tokens)]
@@ -220,7 +221,7 @@ class ScheduledEngine:
             request.tokens.append(1 + (sum(request.tokens) + len(request.tokens)) % 2)
             request.unsettled += 1
         batch.append(Scheduled(request, start, tokens, table, sampled))
-        self.schedule.producer.step(request.id, start, tokens, BlockTable.of(table))
+        self.producer.step(request.id, start, tokens, BlockTable.of(table))
 
     def admit(self, batch: list[Scheduled], request: Request, budget: int) -> bool:
         """False if there is no room, and so none for those behind."""
@@ -230,8 +231,8 @@ class ScheduledEngine:
         fresh = request.computed == 0  # else its tokens were loaded, and it keeps their blocks
         if fresh:
             cached, table = self.hit(request)
-            matched = self.schedule.consumer.matched(request.id, cached)
-            assert matched == self.schedule.consumer.matched(request.id, cached)
+            matched = self.consumer.matched(request.id, cached)
+            assert matched == self.consumer.matched(request.id, cached)
             if matched is None:
                 return True
             external = matched
@@ -244,7 +245,7 @@ class ScheduledEngine:
                 self.give_all(request)
                 request.computed = 0
             return False
-        self.schedule.consumer.allocated(request.id, BlockTable.of(request.table), request.computed, external)
+        self.consumer.allocated(request.id, BlockTable.of(request.table), request.computed, external)
         if external:
             request.loading = True
             return True
@@ -287,7 +288,7 @@ class ScheduledEngine:
                 if block != -1:
                     slot = 0 if group.kind == "state" else position % group.block_tokens
                     self.memory[block][slot] = (g, *request.tokens[: position + 1]) if ok else "junk"
-        loaded(self.schedule.consumer, request.id)
+        loaded(self.consumer, request.id)
         request.loading = False
         if request.over or not ok:
             self.give_all(request)

@@ -76,8 +76,8 @@ class Machine(RuleBasedStateMachine):
         self.overlap = overlap
         self.patience = patience  # how many finished requests may hold blocks before somebody reads the first
         self.engine = ScheduledEngine(groups, OWN, blocks, budget)
-        self.producer = self.engine.schedule.producer
-        self.consumer = self.engine.schedule.consumer
+        self.producer = self.engine.producer
+        self.consumer = self.engine.consumer
         self.stateful = any(group.kind == "state" for group in groups)
         self.requests: list[Request] = []
         self.in_flight: list[list[Scheduled]] = []

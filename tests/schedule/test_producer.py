@@ -7,7 +7,7 @@ import pytest
 from kvxfer.identity import TransferId
 from kvxfer.schedule import OfferSchedule, Revoke, ScheduleError, StepCommands
 from kvxfer.values import BlockTable, Group, Offer
-from tests.schedule.ends import held, offered, released, total
+from tests.schedule.ends import Offers, held, offered, released, total
 
 
 def table(*rows: Sequence[int]) -> BlockTable:
@@ -22,20 +22,20 @@ T = TransferId.derived("t")
 U = TransferId.derived("u")
 
 
-def tracking(groups: list[Group], tokens: int) -> OfferSchedule:
-    tracker = OfferSchedule(groups)
+def tracking(groups: list[Group], tokens: int) -> Offers:
+    tracker = Offers(OfferSchedule(groups))
     assert tracker.arrive("r", T, DIGEST, tokens)
     return tracker
 
 
-def only_offer(tracker: OfferSchedule) -> Offer:
+def only_offer(tracker: Offers) -> Offer:
     commands = tracker.commands()
     assert not commands.revokes
     (offer,) = commands.offers
     return offer
 
 
-def only_revoke(tracker: OfferSchedule) -> Revoke:
+def only_revoke(tracker: Offers) -> Revoke:
     commands = tracker.commands()
     assert not commands.offers
     (revoke,) = commands.revokes
@@ -191,7 +191,7 @@ class TestFinish:
         assert only_offer(tracker).blocks == table((1, 2), (3,))
 
     def test_state_of_a_request_that_stops_is_offered_with_the_step(self) -> None:
-        tracker = OfferSchedule(STATE)
+        tracker = Offers(OfferSchedule(STATE))
         assert tracker.arrive("r", T, DIGEST, 20, stops=True)
         tracker.step("r", 0, 16, table([1], [3]))
         assert not only_offer(tracker).final
@@ -202,7 +202,7 @@ class TestFinish:
         assert not tracker.commands()
 
     def test_state_of_a_request_that_did_not_stop_after_all_is_taken_back(self) -> None:
-        tracker = OfferSchedule(STATE)
+        tracker = Offers(OfferSchedule(STATE))
         assert tracker.arrive("r", T, DIGEST, 20, stops=True)
         tracker.step("r", 0, 20, table([1, 2], [3]))
         assert only_offer(tracker).final
@@ -213,7 +213,7 @@ class TestFinish:
         assert not tracker.finish("r", table([1, 2], [3]), True)
 
     def test_state_without_a_block_waits(self) -> None:
-        tracker = OfferSchedule(STATE)
+        tracker = Offers(OfferSchedule(STATE))
         assert tracker.arrive("r", T, DIGEST, 20, stops=True)
         tracker.step("r", 0, 20, table([1, 2], [-1]))
         assert not only_offer(tracker).final
@@ -261,7 +261,7 @@ class TestFinish:
         assert "20 of 40 tokens" in only_revoke(tracker).reason
 
     def test_unknown_requests_are_nobodys_business(self) -> None:
-        tracker = OfferSchedule(FULL)
+        tracker = Offers(OfferSchedule(FULL))
         tracker.step("x", 0, 20, table([5, 6]))
         tracker.preempt("x")
         tracker.withdraw(T, "why")
@@ -393,7 +393,7 @@ class TestNames:
         assert not tracker.arrive("u", T, DIGEST, 20), "it is about to end"
 
     def test_a_rejected_answer_takes_only_what_it_has_told_of(self) -> None:
-        tracker = OfferSchedule(FULL)
+        tracker = Offers(OfferSchedule(FULL))
         for request, transfer, answer in (("a0", T, "a"), ("a1", U, "a"), ("b0", T, "b")):
             assert tracker.arrive(request, transfer, DIGEST, 20, answer=answer)
         tracker.step("a0", 0, 20, table([5, 6])), tracker.step("a1", 0, 20, table([7, 8]))
@@ -450,7 +450,7 @@ class TestNames:
         assert released(tracker, T, last.generation) == "r"
 
     def test_nothing_to_offer(self) -> None:
-        tracker = OfferSchedule(FULL)
+        tracker = Offers(OfferSchedule(FULL))
         assert not tracker.arrive("r", T, DIGEST, 0)
         assert len(tracker) == 0
 
@@ -501,7 +501,7 @@ class TestWhatIsOffered:
 
 class TestConsumers:
     def test_each_decline_is_one_fewer_and_the_last_withdraws(self) -> None:
-        tracker = OfferSchedule(FULL)
+        tracker = Offers(OfferSchedule(FULL))
         for request in "rst":
             assert tracker.arrive(request, T, DIGEST, 40)
         tracker.decline(T, "not needed")

@@ -268,7 +268,8 @@ class PlayedDecode(PlayedEngine):
                 raise KvxferError(f"load {job.name} has failed: {self._side.failure(job.name)}")
             assert self._pool.grow(job.blocks, job.tokens)
             self._side.allocated(job.name, BlockTable.of([job.blocks]), tokens)
-            job.load = self._side.loads.schedule.of(RequestId(job.name))
+            request = self._side.loads.schedule.requests.find(RequestId(job.name))
+            job.load = None if request is None else request.own_load
             return self._side.is_prefetched(job.name)
 
 
