@@ -199,6 +199,8 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
         patience: Seconds within which its first part must come. 0: ``Config.start_timeout``.
         tail: Whether the block that holds the last token may be written to its end: nobody has it but this request, and whatever reads
             behind that token writes there first. Then the block may move as one run, where a part of it would be many.
+        number: Which fetch of its engine it is, by which that knows its end. None: the handle alone tells it apart.
+        lent: Whether its blocks are lent, to be copied to those of a request once it is delivered.
 
     Raises:
         ArgumentError: An argument has the wrong type or range. Numpy's integers are accepted.
@@ -216,6 +218,8 @@ class Fetch(msgspec.Struct, frozen=True, gc=False):
     enough: int = 0
     patience: float = 0.0
     tail: bool = False
+    number: int | None = None
+    lent: bool = False
 
     def __post_init__(self) -> None:
         arguments.string("handle", self.handle)

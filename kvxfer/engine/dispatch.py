@@ -1,7 +1,6 @@
 """What goes to the workers: a step's commands with the step, and fetches ahead of it where that is safe.
 
-Fetches are numbered over the life of the engine. A fetch that went ahead comes again with its step, under the same number,
-by which a worker recognises it.
+A fetch that went ahead comes again with its step. A worker recognises it by its number.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ class Dispatch:
         self.told = False
         self._facts: dict[str, str] | None = facts  # what the workers have not heard of yet
         self._steps = 0
-        self._fetched = 0  # the number of the next step's first fetch
-        self._sent = 0  # how many of that step's fetches have gone ahead
+        self._sent = 0  # how many of the next step's fetches have gone ahead
         self._sent_at = 0.0
         self._lost = False  # whether some worker may not have got one of them
-        self._prefetches: list[int] = []  # those of that step's fetches that are prefetches, by number
         self._revoked_in: int | None = None  # the last step with revocations
         self._begun: dict[Rank, int] = {}  # the last step with revocations that each rank has begun
         self._prepared: set[Source] = set()  # engines to which our workers have been told to make links
@@ -51,16 +48,14 @@ class Dispatch:
     def step(self, commands: StepCommands, renewals: tuple[TransferId, ...], copies: tuple[BlockCopy, ...]) -> Step:
         """Return the next step, with these commands, renewals and copies."""
         ahead = self._sent >= len(commands.fetches) and not self._lost
-        first, self._sent = self._fetched, 0
-        self._fetched += len(commands.fetches)
-        prefetches, self._prefetches = tuple(self._prefetches), []
+        self._sent = 0
         facts, self._facts = self._facts, None
         self._steps += 1
         if commands.revokes:
             self._revoked_in = self._steps
         news = commands.offers or commands.revokes or commands.cancels or renewals or copies or facts is not None
         self.told, self._lost = ahead and not news, False
-        return Step(commands, renewals, facts, self._steps, first, prefetches, copies)
+        return Step(commands, renewals, facts, self._steps, copies)
 
     def begun(self, steps: Mapping[Rank, int]) -> None:
         """Record the last step with revocations that these ranks have begun."""
@@ -81,7 +76,7 @@ class Dispatch:
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.clear()
             self._prepared.add(source)
-            self.channel.send(DirectFetches(self._fetched, prepare=((source, self._own),)))
+            self.channel.send(DirectFetches(prepare=((source, self._own),)))
 
     @property
     def direct(self) -> bool:
@@ -93,15 +88,10 @@ class Dispatch:
         heard = last is None or (len(self._begun) == self._ranks and min(self._begun.values()) >= last)
         return self.channel.open and self._facts is None and heard and not self._schedule.producer.revokes
 
-    def prefetch(self) -> None:
-        """Record that the fetch that was queued last is a prefetch."""
-        self._prefetches.append(self._schedule.consumer.fetched - 1)
-
     def send_ahead(self, apart: float = 0.0) -> None:
         """Send the workers at once what they are to fetch, if that may overtake the steps and the last message is ``apart`` seconds old."""
         fetches = self._schedule.consumer.fetches
         if len(fetches) > self._sent and self.direct and clock.now() >= self._sent_at + apart:
             self._sent_at = clock.now()
-            ahead = DirectFetches(self._fetched + self._sent, tuple(fetches[self._sent :]), tuple(self._prefetches))
-            self._lost |= not self.channel.send(ahead)
+            self._lost |= not self.channel.send(DirectFetches(tuple(fetches[self._sent :])))
             self._sent = len(fetches)

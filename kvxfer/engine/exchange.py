@@ -34,9 +34,6 @@ class Step:
         renewals: Offers whose consumers still wait to fetch them, so that their leases are renewed.
         facts: What all KV of the engine depends on from now on (``kvxfer.facts``); None if unchanged.
         number: The number of the step; steps count up.
-        first: The number of the first fetch, by which workers recognise fetches that came ahead by the side channel; None if
-            none can have.
-        prefetches: The numbers of those fetches that are prefetches.
         copies: What is to be copied before this step's forward pass.
     """
 
@@ -44,8 +41,6 @@ class Step:
     renewals: tuple[TransferId, ...] = ()
     facts: dict[str, str] | None = None
     number: int = 0
-    first: int | None = None
-    prefetches: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
 
     def __bool__(self) -> bool:

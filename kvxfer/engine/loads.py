@@ -90,7 +90,6 @@ class Loads:
         load.tried = True
         if self._dispatch.direct and self.prefetches.begin(load, computed):
             load.fetched_at = clock.now()
-            self._dispatch.prefetch()
 
     def loadable(self, load: Load, computed: int) -> int | None:
         """Return how many tokens can come from outside; see ``SchedulerSide.loadable``."""
@@ -112,15 +111,17 @@ class Loads:
         """
         try:
             self._tables.check("table", table)
-            if load.is_sync:
+            if not external:
+                self.schedule.on(load, _E.NOT_NEEDED, "the consumer does not need it")
+            elif load.is_sync:
                 self.prefetches.admit(load, table, external)
                 return
-            self.schedule.allocated(load, table, load.computed, external)
+            else:
+                self.schedule.fetch(load, table, load.computed, external, _E.FETCH)
+                load.fetched_at = clock.now()
         except KvxferError as error:
             self.schedule.on(load, _E.GIVE_UP, f"the consumer cannot load it: {error}")
             raise
-        if external:
-            load.fetched_at = clock.now()
         self._dispatch.send_ahead()
 
     def give_up(self, load: Load, reason: str) -> None:

@@ -52,7 +52,6 @@ class Prefetches:
         self._groups, self._ranks = tuple(groups), ranks
         self._budget = self._left = budget
         self._receive, self._trace = receive, trace
-        self._admitted: list[tuple[Load, BlockTable]] = []  # in this step, with the blocks to which each is copied
         self.paces, self._copying = LinkPaces(), Pace()
         self._possible = budget > 0 and all(group.kind in ("full", "window") for group in groups)
 
@@ -148,9 +147,6 @@ class Prefetches:
         name, computed = load.request, load.computed
         if external > load.promised:
             raise ScheduleError(f"request {name} expects {external} tokens where {load.promised} are here")
-        if not external:
-            self._schedule.on(load, _E.NOT_NEEDED, "the consumer does not need it")
-            return
         end = computed + external
         self._schedule.fills(table, computed, end)
         first = [self._span(group, load.start, load.end)[0] for group in self._groups]
@@ -162,20 +158,18 @@ class Prefetches:
         # Until the step: no load may fill these any more, while this request may offer them after that.
         self._ledger.claim(load.copier, unused, f"the copy for request {name}", fills=False)
         self._schedule.on(load, _E.ADMIT)
-        load.promised = 0
+        load.promised, load.into = 0, lacking
         self._left = max(0.0, self._left - self._to_copy(load))
-        self._admitted.append((load, lacking))
 
     def copies(self) -> tuple[BlockCopy, ...]:
         """Return what this step copies, and refill the budget; call it once a step."""
-        # The blocks of any other may be another request's by now.
-        drained = [(load, table) for load, table in self._admitted if load.state is _S.ADMITTED]
-        self._admitted, self._left = [], self._budget
+        self._left = self._budget
         self._alone.begin_step()
-        for load, _ in drained:
+        admitted = [load for load in self._schedule.working if load.state is _S.ADMITTED]
+        for load in admitted:
             self._schedule.tell(load, _E.SHIPPED)
             self._schedule.force(load, _S.COPYING)  # for the request runs in this step
-        return tuple(BlockCopy(load.request, load.blocks, table) for load, table in drained)
+        return tuple(BlockCopy(load.request, load.blocks, load.into) for load in admitted)
 
     def take_in(self, load: Load, result: RankResult) -> None:
         """Process a result on one rank; it may come twice, and an earlier one after a later one."""

@@ -21,7 +21,7 @@ class _RankLoad:
 
     result: RankResult  # how it has ended, as far as is known
     blocks: int  # how many of the scheduler's blocks it fills
-    prefetch: bool  # whether they are lent
+    lent: bool  # whether they are lent
     quarantined: bool = False  # whether it is reported although they may still be written to
 
 
@@ -41,10 +41,10 @@ class RankEnds:
         self._results: list[RankResult] = []
         self._ended: list[Ended] = []  # since the last ``collect``
 
-    def begin(self, fetch: Fetch, number: int, prefetch: bool) -> None:
-        """Expect the end of a load, with this number; ``fetch`` has the scheduler's blocks."""
-        result = RankResult(RequestId(fetch.handle), self._rank, number)
-        self._loads[result.handle] = _RankLoad(result, len(fetch.blocks.ids()), prefetch)
+    def begin(self, fetch: Fetch) -> None:
+        """Expect the end of a load; ``fetch`` has the scheduler's blocks."""
+        result = RankResult(RequestId(fetch.handle), self._rank, fetch.number or 0)
+        self._loads[result.handle] = _RankLoad(result, len(fetch.blocks.ids()), fetch.lent)
 
     def number(self, request: RequestId) -> int | None:
         """Return the number of a load that is under way; None if none of this name is."""
@@ -108,11 +108,11 @@ class RankEnds:
         load.result = replace(
             load.result, generation=event.generation, failure=failure, stages=event.stages, short=event.short
         )
-        if load.prefetch:
+        if load.lent:
             self._report(load.result)
         elif failure is not None:
             self._failing[request] = load
-        if load.prefetch or failure is not None or event.short is not None:
+        if load.lent or failure is not None or event.short is not None:
             self._say(load.result)
 
     def _load_released(self, request: RequestId) -> None:
@@ -121,7 +121,7 @@ class RankEnds:
             return
         self._failing.pop(request, None)
         result = replace(load.result, quiet=True)
-        if load.prefetch or (result.failure is None and result.short is None):
+        if load.lent or (result.failure is None and result.short is None):
             self._say(result)
         if load.quarantined:
             self._quarantine += load.blocks

@@ -45,10 +45,7 @@ class ChannelAddress(msgspec.Struct, frozen=True):
 class DirectFetches(msgspec.Struct, frozen=True):
     """Fetches that go ahead of their step, and engines that later ones will need links to."""
 
-    # the number of the first fetch; the others count up from it. Each comes again with its step, under its number
-    first: int
-    fetches: tuple[Fetch, ...] = ()
-    prefetches: tuple[int, ...] = ()  # the numbers of those fetches that are prefetches
+    fetches: tuple[Fetch, ...] = ()  # each comes again with its step
     # the engines to make links to, each with this engine's own directory if it has several workers
     prepare: tuple[tuple[Source, Source | None], ...] = ()
 

@@ -145,9 +145,10 @@ class WorkerSide:
             copied[copy.request] = {self._rank: clock.now() - begun}
         with self._lock:
             self._ends.report.copied.update(copied)
-            first = self._next if step.first is None else step.first
-            self._begin(first, step.commands.fetches, step.prefetches)
-            self._next = first + len(step.commands.fetches)
+            self._begin(step.commands.fetches)
+            self._next = max(
+                (one.number + 1 for one in step.commands.fetches if one.number is not None), default=self._next
+            )
             self._direct = {number for number in self._direct if number >= self._next}
             # A later load of the same name may have begun ahead of its step.
             cancels = [c for c in step.commands.cancels if self._ends.number(c.handle) not in self._direct]
@@ -155,13 +156,14 @@ class WorkerSide:
             for cancel in cancels:
                 self.agent.cancel(Handle(cancel.handle), cancel.reason)
 
-    def _begin(self, first: int, fetches: tuple[Fetch, ...], prefetches: tuple[int, ...]) -> None:
+    def _begin(self, fetches: tuple[Fetch, ...]) -> None:
         """Begin those fetches that have not begun yet."""
-        for number, fetch in enumerate(fetches, first):
-            if number < self._next or number in self._direct:
-                continue
-            self._ends.begin(fetch, number, number in prefetches)
-            self._direct.add(number)
+        for fetch in fetches:
+            if fetch.number is not None:
+                if fetch.number < self._next or fetch.number in self._direct:
+                    continue
+                self._direct.add(fetch.number)
+            self._ends.begin(fetch)
             try:
                 blocks = self._own(fetch.blocks)
                 if self._before_load is not None and not self._asleep:  # else there is no memory, and the agent says so
@@ -360,7 +362,7 @@ class WorkerSide:
             for source, own in direct.prepare:
                 self.agent.prepare(source, own)
         with self._lock:
-            self._begin(direct.first, direct.fetches, direct.prefetches)
+            self._begin(direct.fetches)
 
     def _results(self) -> list[RankResult]:
         with self._lock:

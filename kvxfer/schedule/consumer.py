@@ -17,7 +17,7 @@ class FetchSchedule:
     """The engine's loads (``Load``): decides what to load, and queues the fetches. A transfer is fetched at most once, by one request.
 
     There is one for each engine, called by one thread. The calls for a request are ``arrive``, and for its load ``matched`` as often as the
-    engine likes, ``allocated``, ``finish``.
+    engine likes, ``fetch``, ``finish``.
 
     Args:
         groups: The engine's KV-cache groups, in the order of its block tables.
@@ -144,25 +144,12 @@ class FetchSchedule:
             return tokens if not tokens or load.state is _S.OPEN else None
         return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING) else 0
 
-    def allocated(self, load: Load, table: BlockTable, computed: int, external: int) -> None:
-        """Record that the engine admitted the request, and counts on ``external`` tokens: see ``SchedulerSide.allocated``.
-
-        ``computed``: the local tokens before these, as in the last call of ``matched``. A second call, with 0, changes nothing.
+    def fetch(self, load: Load, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
+        """Queue the fetch of the ``external`` tokens behind ``computed`` local ones into these blocks; ``event`` says whose they are.
 
         Raises:
             ScheduleError: ``external`` is more than ``matched`` would return now, or there are no blocks for it, or some of those
                 are offered or being filled. The request must not run.
-        """
-        if external > 0:
-            self.fetch(load, table, computed, external, _E.FETCH)
-        else:
-            self.on(load, _E.NOT_NEEDED, "the consumer does not need it")
-
-    def fetch(self, load: Load, table: BlockTable, computed: int, external: int, event: LoadEvent) -> None:
-        """Queue the fetch of a load into these blocks; ``event`` says whose they are. For the rest see ``allocated``.
-
-        Raises:
-            ScheduleError: As ``allocated`` does.
         """
         request, promised = load.request, self.matched(load, computed)
         if promised is None or external > promised or (external < promised and not self._partly):
@@ -180,9 +167,24 @@ class FetchSchedule:
         self.working.append(load)
         self.fetched += 1
         enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
-        names = Handle(request), wanted.transfer, wanted.digest, wanted.source
-        told = Fetch(*names, blocks, computed, end, self._own, wanted.offered, enough, wanted.patience, True)
-        self.fetches.append(told)
+        self.fetches.append(
+            Fetch(
+                Handle(request),
+                wanted.transfer,
+                wanted.digest,
+                wanted.source,
+                blocks,
+                computed,
+                end,
+                self._own,
+                wanted.offered,
+                enough,
+                wanted.patience,
+                tail=True,
+                number=load.fetched,
+                lent=load.is_sync,
+            )
+        )
 
     def fills(self, table: BlockTable, start: int, end: int) -> BlockTable:
         """Return the blocks that a load of the tokens ``[start, end)`` fills; earlier ones may be shared with other requests.

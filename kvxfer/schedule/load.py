@@ -196,6 +196,7 @@ class Load(Life[LoadState, LoadEvent]):
     expected: float = 0.0  # sync: the seconds that it should take
     waited: bool = False  # sync: whether a step has waited for it in vain
     promised: int = 0  # sync: how many tokens are here, as the engine was told last
+    into: BlockTable = BlockTable()  # sync: the request's blocks to which it is copied
     copied: dict[Rank, float] = field(default_factory=dict)  # sync: the seconds that each rank took to copy it
 
     # who has named the source of a prefix that was asked for; None: the source has told of it itself

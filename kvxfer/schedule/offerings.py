@@ -64,9 +64,6 @@ class Offerings:
         new.answers.add(answer)
         return new
 
-    def _add(self, new: Offering) -> None:
-        self._transfers.setdefault(new.transfer, []).append(new)
-
     def _leave(self, found: Offering, request: EngineRequest) -> None:
         """Let a running request have nothing to do with an offering any more."""
         found.sharers.pop(request.name, None)

@@ -90,7 +90,7 @@ class OfferSchedule(Offerings):
         if known is not None:
             return self._share(known, request, digest, tokens, answer or request.name)
         request.offering = self._new(request.name, transfer, digest, tokens, stops, answer or request.name)
-        self._add(request.offering)
+        self._transfers.setdefault(transfer, []).append(request.offering)
         return True
 
     def _share(self, known: Offering, request: EngineRequest, digest: bytes, tokens: int, answer: str) -> bool:
@@ -123,7 +123,7 @@ class OfferSchedule(Offerings):
         new.progress, new.over = tokens, True
         if (reason := self._coverage.unusable(new, table)) is not None:
             raise ScheduleError(f"{transfer} cannot be offered: {reason}")
-        self._add(new)
+        self._transfers.setdefault(transfer, []).append(new)
         with self.door.of(transfer):
             self._offer(new, tokens, self._coverage.full(table, tokens), table)
             self._on(new, _E.FINISH)

@@ -79,16 +79,16 @@ def test_a_cancel_that_comes_late_does_not_hit_the_load_that_has_gone_ahead(boar
     worker = WorkerSide(agent, channel=board.worker)
     (end,) = board.ends.values()
     table = BlockTable.of([[1, 2]])
-    one, two = (Fetch("r", transfer, D, SOURCE, table, 0, 8) for transfer in (T, U))
-    worker.begin(Step(facts=FACTS, first=0))
-    worker.load(Step(StepCommands(fetches=(one,)), first=0))
+    one, two = (Fetch("r", transfer, D, SOURCE, table, 0, 8, number=n) for n, transfer in enumerate((T, U)))
+    worker.begin(Step(facts=FACTS))
+    worker.load(Step(StepCommands(fetches=(one,))))
     agent.wire.fail(agent.loads["r"], "its peer went away")
     assert over(worker.collect()).keys() == {"r"}
-    end.take(DirectFetches(1, (two,)))
-    worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),)), first=1))
+    end.take(DirectFetches((two,)))
+    worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),))))
     assert not agent.loads["r"].ended
-    worker.load(Step(StepCommands(fetches=(two,)), first=1))
-    worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),)), first=2))
+    worker.load(Step(StepCommands(fetches=(two,))))
+    worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),))))
     assert "r" not in agent.loads and over(worker.collect()).keys() == {"r"}
 
 

@@ -25,8 +25,8 @@ SOURCE = Source("127.0.0.1", 1, 1)
 
 
 def fetches(blocks: int = 3) -> DirectFetches:
-    fetch = Fetch("r", TransferId("own/1/x", 0), b"d", SOURCE, BlockTable.of([range(blocks)]), 0, 16 * blocks)
-    return DirectFetches(7, (fetch,), (7,))
+    what = TransferId("own/1/x", 0), b"d", SOURCE, BlockTable.of([range(blocks)]), 0, 16 * blocks
+    return DirectFetches((Fetch("r", *what, number=7, lent=True),))
 
 
 @dataclass
@@ -136,11 +136,11 @@ def test_nothing_goes_ahead_of_the_step_that_says_what_our_kv_depends_on() -> No
     worker = WorkerSide(agent, channel=board.worker)
     (end,) = board.ends.values()
     ahead = fetches()
-    end.take(DirectFetches(0, prepare=((SOURCE, None),)))
+    end.take(DirectFetches(prepare=((SOURCE, None),)))
     end.take(ahead)
     assert said == []
-    worker.begin(Step(StepCommands(fetches=ahead.fetches), facts=FACTS, first=ahead.first))
+    worker.begin(Step(StepCommands(fetches=ahead.fetches), facts=FACTS))
     assert said == ["facts", "prepare", "r"]
-    worker.load(Step(StepCommands(fetches=ahead.fetches), first=ahead.first))
-    end.take(DirectFetches(8, prepare=((SOURCE, None),)))
+    worker.load(Step(StepCommands(fetches=ahead.fetches)))
+    end.take(DirectFetches(prepare=((SOURCE, None),)))
     assert said == ["facts", "prepare", "r", "prepare"], "what comes again with its step has begun; and no more waits"

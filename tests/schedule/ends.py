@@ -30,8 +30,10 @@ class Loading:
         return 0 if load is None else self.schedule.matched(load, computed)
 
     def allocated(self, request: str, table: BlockTable, computed: int, external: int) -> None:
-        if (load := self.of(request)) is not None:
-            self.schedule.allocated(load, table, computed, external)
+        if (load := self.of(request)) is not None and external:
+            self.schedule.fetch(load, table, computed, external, LoadEvent.FETCH)
+        elif load is not None:
+            self.schedule.on(load, LoadEvent.NOT_NEEDED, "the consumer does not need it")
 
     def unasked(self, request: str) -> None:
         if (load := self.of(request)) is not None:

@@ -41,7 +41,7 @@ class TestWant:
         intake = expecting(FULL, 40, own=own)
         assert intake.matched("r", 0) == 40
         intake.allocated("r", table([5, 6, 7, 8]), 0, 40)
-        assert only_want(intake) == Fetch("r", T, DIGEST, PEER, table((5, 6, 7)), 0, 40, own, tail=True)
+        assert only_want(intake) == Fetch("r", T, DIGEST, PEER, table((5, 6, 7)), 0, 40, own, tail=True, number=0)
         assert not intake.commands()
 
     def test_cached_prefix_is_left_alone(self) -> None:
