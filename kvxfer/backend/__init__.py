@@ -6,6 +6,7 @@ uses those that it needs:
 
 - ``endpoint``: an endpoint as bytes that are checked when they are read, and the token that it carries.
 - ``options``: a back end's options, and those of back ends that listen on a port.
+- ``link``: one end of a link: made in time, up, broken; and the batches that wait in it.
 - ``memories``: registered memory by number, and flat offsets turned into addresses.
 - ``runs``: copy a batch piece by piece; cut runs that are too long.
 - ``door``: a Unix socket that peers of this host connect to, and accepting where descriptors may run out.
@@ -22,6 +23,7 @@ uses those that it needs:
 
 from kvxfer.backend.base import Base
 from kvxfer.backend.endpoint import EndpointBase
+from kvxfer.backend.link import LinkBase, Submitted
 from kvxfer.backend.liveness import Liveness, LivenessLinks
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.runs import RunCursor
@@ -32,6 +34,8 @@ __all__ = [
     "Base",
     "CopyPool",
     "EndpointBase",
+    "Submitted",
+    "LinkBase",
     "Liveness",
     "LivenessLinks",
     "Memories",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvxfer import clock
 from kvxfer.backend.endpoint import EndpointBase
+from kvxfer.backend.link import LinkBase
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, TransportError
@@ -24,7 +27,7 @@ ONE_SIDED = frozenset({Verb.READ, Verb.WRITE})
 
 
 class _Link(Protocol):
-    """What ``Base`` has to know about a link."""
+    """What ``Base`` has to know about a link that is no ``LinkBase``."""
 
     @property
     def broken(self) -> KvxferError | None:
@@ -47,7 +50,8 @@ class Base(Transport, Generic[E, L]):
     ``submit`` also enforces the order of streams: among the SENDs of a link, and among its RECVs, each must have a higher
     number than those before. A batch that is refused for another reason does not use up its number.
 
-    ``E`` is the class of endpoints, and ``L`` the class of links, which can be anything with an attribute ``broken``.
+    ``E`` is the class of endpoints. ``L`` is the class of links: a ``kvxfer.backend.LinkBase``, or anything else with an attribute
+    ``broken``, which has to see by itself that batches wait for fences, and for the link.
 
     Attributes:
         endpoint_type: The class ``E``.
@@ -77,6 +81,7 @@ class Base(Transport, Generic[E, L]):
         self._streams: dict[tuple[int, Verb], int] = {}
         self._in_flight: dict[int, tuple[L, int]] = {}
         self._unquiet: dict[int, tuple[L, int]] = {}
+        self._timed: dict[int, LinkBase[Any]] = {}  # links that are not up, or where batches wait
 
     # What a subclass does
 
@@ -234,6 +239,8 @@ class Base(Transport, Generic[E, L]):
             raise TransportError(f"no link to {their.agent!r} can be made: {e}") from e
         del self.unused[mine]
         self.links[number] = link
+        if isinstance(link, LinkBase):
+            self._timed[number] = link
         self.wakeup.set()
         return number
 
@@ -257,6 +264,7 @@ class Base(Transport, Generic[E, L]):
             return
         for verb in Verb:
             self._streams.pop((peer, verb), None)
+        self._timed.pop(peer, None)
         self.drop_link(peer, link)
         if self.capabilities.quiet == "peer_close":
             self._unquiet = {number: use for number, use in self._unquiet.items() if use[0] is not link}
@@ -287,14 +295,26 @@ class Base(Transport, Generic[E, L]):
             raise
         if not one_sided:
             self._streams[line] = batch.stream
+        if isinstance(link, LinkBase) and link.waiting:
+            self._timed[batch.peer] = link
         self.wakeup.set()
         return number
 
     def poll(self) -> list[Completion | Quieted]:
         self.check()
         self.advance(self.wakeup.clear())
+        self._look(clock.now())
         done, self.completions = self.completions, []
         return done
+
+    def _look(self, now: float) -> None:
+        """See what time has done to links, and post batches that waited."""
+        for number, link in list(self._timed.items()):
+            due = link.look(now)
+            if due < math.inf:
+                self.wakeup.by(due)
+            elif link.up or link.broken is not None:
+                del self._timed[number]
 
     def abort(self, batch: int) -> None:
         self.check()
@@ -321,7 +341,10 @@ class Base(Transport, Generic[E, L]):
             self.shut_down()
         finally:
             self.wakeup.close()
-            for table in (self.links, self.unused, self._in_flight, self._unquiet):
+            for link, _ in self._in_flight.values():
+                if isinstance(link, LinkBase):
+                    link.forget()
+            for table in (self.links, self.unused, self._in_flight, self._unquiet, self._timed):
                 table.clear()
 
     def fileno(self) -> int | None:

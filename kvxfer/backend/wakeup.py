@@ -127,6 +127,11 @@ class Wakeup:
             due = min(self._resting.values()) if due is None else min(due, *self._resting.values())
         self._timer.at(due)
 
+    def by(self, due: float) -> None:
+        """Wake at this time too, if none before it is set."""
+        if self._due is None or due < self._due:
+            self.at(due)
+
     def close(self) -> None:
         """Close the descriptors. Idempotent."""
         if not self._epoll.closed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Hashable
 
 import zmq
@@ -53,8 +52,7 @@ def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 class Connection:
     """Never reconnects: a lost connection is a lost link. ``key`` is what ``wakeup`` calls it.
 
-    ``lost`` says why nothing can be sent any more, or ``None``. ``named`` is the host and port that must be looked up for ``dial``, because
-    ZeroMQ would do that on the thread that serves all links; or ``None``.
+    ``reached`` says whether it was made, ``lost`` why nothing can be sent any more, or ``None``.
     """
 
     def __init__(
@@ -68,9 +66,8 @@ class Connection:
         key: Hashable,
     ) -> None:
         self.lost: str | None = None
+        self.reached = False
         self._wakeup = wakeup
-        self._reached = False
-        self._reach_by = time.monotonic() + options.connect_timeout_s
         self._dealer = context.socket(zmq.DEALER)
         try:
             self._set_up(options, keys, mine, theirs)
@@ -112,22 +109,13 @@ class Connection:
         """Whether nothing can be sent any more. Any thread."""
         return self.lost is not None or bool(self._dealer.closed)
 
-    @property
-    def due(self) -> float | None:
-        """When to ``watch`` even though no descriptor has told to."""
-        return None if self._reached or self.lost else self._reach_by
-
-    def reached(self) -> None:
-        """Note that the peer was heard from."""
-        self._reached = True
-
-    def watch(self, now: float) -> None:
-        """See what became of the connection; may set ``lost``."""
+    def watch(self) -> None:
+        """See what became of the connection; may set ``reached`` or ``lost``."""
         while waiting(self._monitor):
             # Its first two bytes. pyzmq's own decoder keeps an object for ever for each value that comes with one, such as descriptors.
             event = int.from_bytes(self._monitor.recv_multipart(NOBLOCK)[0][:2], sys.byteorder)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._reached = True
+                self.reached = True
             elif event == zmq.EVENT_DISCONNECTED:
                 self._lose("the connection was lost (its process ended, or its host does not answer)")
             elif event == zmq.EVENT_CLOSED:
@@ -136,8 +124,6 @@ class Connection:
                 self._lose("the other side does not know this link (it closed it, or was restarted)")
             else:
                 self._lose("it cannot be reached (what listens there gave no fitting answer)")
-        if not self._reached and now > self._reach_by:
-            self._lose("it cannot be reached (no answer in time)")
 
     def poll(self) -> tuple[bool, bool]:
         """(something to ``hear``, room to send). What is not true now is told of by a descriptor."""

@@ -19,12 +19,15 @@ from kvxfer_zmq.bytestream import FRAME, ByteStream
 from kvxfer_zmq.connection import NOBLOCK, Connection, receive, waiting
 from kvxfer_zmq.curve import Keys
 from kvxfer_zmq.endpoint import Endpoint
-from kvxfer_zmq.link import Link, Post
+from kvxfer_zmq.link import Half, Link
 from kvxfer_zmq.options import Options
 from kvxfer_zmq.wire import Header, Kind, routing_id, split_routing_id
 
 KNOCKS = 64
 """Connections that are admitted or turned away in one call of ``poll``."""
+
+RETRY_S = 0.0005
+"""How often memory that ZeroMQ still holds is looked at."""
 
 TURN_S = 0.01
 """About how long one call of ``poll`` receives, and how long it sends, before it returns."""
@@ -53,7 +56,6 @@ class ZmqTransport(Base[Endpoint, Link]):
         super().__init__(agent, options)
         self._ends: dict[bytes, Link | None] = {}  # by our token, with the link if there is one by now
         self._open: dict[int, Link] = {}  # links, closed ones as well while something of them has not ended
-        self._hot: set[int] = set()
         self._directory: str | None = None
         self._context = zmq.Context(self._options.io_threads)
         self._context.set(zmq.MAX_SOCKETS, 16384)
@@ -93,52 +95,43 @@ class ZmqTransport(Base[Endpoint, Link]):
             connection = Connection(self._context, self._options, self._keys, mine, theirs, self.wakeup, number)
         except zmq.ZMQError as e:
             raise TransportError(f"no link to {theirs.agent!r} can be made: {e}") from e
-        link = Link(number, mine, theirs, connection, self.complete, self._say_bye)
+        within_s = self._options.connect_timeout_s
+        link = Link(number, mine, theirs, connection, within_s, self.complete, self._say_bye)
         self._ends[mine.token] = self._open[number] = link
-        self._hot.add(number)
         return link
 
     def drop_link(self, number: int, link: Link) -> None:
         del self._ends[link.mine.token]
-        link.cut("the link was closed here", "the other side closed the link")
-        self._hot.add(number)
+        link.lose("the link was closed here", "the other side closed the link")
 
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         addresses = self.memories.addresses(batch.local, batch.local_offsets, batch.lengths)
-        link.post(Post(number, batch.verb, batch.stream, ByteStream(addresses, batch.lengths), after))
-        self._hot.add(batch.peer)
+        link.submit(Half(number, after, batch.verb, batch.stream, ByteStream(addresses, batch.lengths)))
 
     def batch_moved(self, number: int, link: Link) -> int:
-        return link.moved(number)
+        return link.flights[number].passed
 
     def stop(self, number: int, link: Link) -> None:
         link.abort(number)
-        self._hot.add(link.number)
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
         self._admit()
         self._receive(now + TURN_S)
-        hot = {
-            number: link
-            for number, link in self._open.items()
-            if number in readable or number in self._hot or (link.due is not None and link.due <= now)
-        }
-        self._hot.clear()
-        until = time.monotonic() + TURN_S
-        for number, link in hot.items():
-            if link.advance(now, until):
-                self._hot.add(number)
-            if number not in self.links and not link.busy:
+        until, again = time.monotonic() + TURN_S, False
+        for number, link in list(self._open.items()):
+            if number in readable or link.talks or link.retires:
+                again |= link.advance(now, until)
+            if number not in self.links and not link.flights:
                 del self._open[number]
         # ZeroMQ's descriptors tell of changes only, and sending may have taken note of one.
-        if self._hot or waiting(self._inbox) or waiting(self._doorbell):
+        if again or waiting(self._inbox) or waiting(self._doorbell):
             self.wakeup.set()
-        self.wakeup.at(min((k.due for k in self._open.values() if k.due is not None), default=None))
+        self.wakeup.at(now + RETRY_S if any(link.retires for link in self._open.values()) else None)
 
     def shut_down(self) -> None:
         for link in self._open.values():
-            link.cut("closed here", "the other side shut down")
+            link.lose("closed here", "the other side shut down")
         self._inbox.close(0)
         self._doorbell.close(0)
         # Ends ZeroMQ's threads; none of them can read our memory after this.
@@ -208,7 +201,6 @@ class ZmqTransport(Base[Endpoint, Link]):
                 link.violated(e)
             else:
                 link.take(header, frames[2].buffer)
-            self._hot.add(link.number)
 
     def _say_bye(self, link: Link, why: str) -> None:
         self._bye(routing_id(link.mine.token, link.theirs.token), why)
