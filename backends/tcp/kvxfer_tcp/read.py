@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvxfer.backend import Submitted
 from kvxfer.backend.runs import split_long
 from kvxfer.block_table import Ints
-from kvxfer.transport.contract import Fence
 from kvxfer_tcp.vectors import IovecTable
 
 ASK_RUNS, ASK_BYTES = 8192, 1 << 30
@@ -24,18 +24,16 @@ a connection for a batch that was aborted. Where a chunk ends a reader may have 
 
 
 @dataclass(eq=False)
-class Read:
-    """A batch that has not ended.
+class Read(Submitted):
+    """A batch.
 
     ``left``: bytes that have not come; ``told``: those that have come, as was told; ``asks``: requests that have not been made.
     """
 
-    number: int
     local: Ints
     memory: int
     remote: Ints
     lengths: Ints
-    after: Fence | None
     nbytes: int = 0
     left: int = 0
     told: int = 0

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from kvxfer.errors import PeerError
-from kvxfer.transport.contract import Completion
 from kvxfer_tcp.connection import Connection, Loop, tune
 from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.options import Options
@@ -33,8 +33,14 @@ SHORT_CHUNK, MIN_WAKE = 4 << 20, 64 << 10
 adds to the time of a short batch, and a long one has others to copy meanwhile."""
 
 
+class End(Protocol):
+    """What takes a batch that has ended."""
+
+    def __call__(self, read: Read, cause: Exception | None = None, /) -> None: ...
+
+
 class Reader:
-    """All that this side reads on a link. ``done`` takes completions; ``cut`` ends the link for a reason."""
+    """All that this side reads on a link. ``end`` takes a batch, and why it failed; ``lose`` ends the link for a reason."""
 
     def __init__(
         self,
@@ -43,14 +49,11 @@ class Reader:
         mine: Endpoint,
         theirs: Endpoint,
         pipes: Pipes,
-        done: Callable[[Completion], None],
-        cut: Callable[[str], None],
+        end: End,
+        lose: Callable[[str], None],
     ) -> None:
-        self.mine, self.cut = mine, cut
-        self.peer = f"{theirs.agent!r} at {theirs.host}:{theirs.port}"
-        self._loop, self._options, self._theirs, self._pipes, self._done = loop, options, theirs, pipes, done
-        self._reads: dict[int, Read] = {}
-        self._fenced: list[Read] = []
+        self.mine, self.lose = mine, lose
+        self._loop, self._options, self._theirs, self._pipes, self._end = loop, options, theirs, pipes, end
         self._waiting: deque[Read] = deque()
         self._open: dict[int, ReadAsk] = {}
         self._asked = 0
@@ -63,67 +66,47 @@ class Reader:
         Raises:
             OSError: None can be made.
         """
-        count = min(self._options.connections, self._theirs.connections)
+        theirs = self._theirs
+        count = min(self._options.connections, theirs.connections)
         self.wake_bytes = WAKE_BYTES if count == 1 else SHARED_WAKE
         for number in range(count):
-            hello = greeting(self._theirs.token) + Header(Kind.HELLO, chunk=number).encode()
+            hello = greeting(theirs.token) + Header(Kind.HELLO, chunk=number).encode()
             pipe = partial(self._pipes.dialled, number=number, ahead=hello)
-            self._connections.append(
-                _Incoming(self._loop, self, self._options, (self._theirs.host, self._theirs.port), pipe)
-            )
-        self.ask()
+            self._connections.append(_Incoming(self._loop, self, self._options, (theirs.host, theirs.port), pipe))
 
     @property
     def connected(self) -> bool:
         """Whether all connections have been made."""
-        return bool(self._connections) and all(c.connected for c in self._connections)
-
-    @property
-    def fenced(self) -> bool:
-        """Whether a batch waits for its fence."""
-        return bool(self._fenced)
+        return all(c.connected for c in self._connections)
 
     def start(self, read: Read) -> None:
-        """Take over a batch."""
-        self._reads[read.number] = read
-        if read.after is not None:
-            self._fenced.append(read)
-        else:
-            self._begin(read)
-            self.ask()
-
-    def look(self) -> None:
-        """Begin the batches whose fences have passed."""
-        for read in [r for r in self._fenced if r.after is None or r.after.passed()]:
-            read.after = None
-            self._fenced.remove(read)
-            self._begin(read)
-        self.ask()
-
-    def _begin(self, read: Read) -> None:
+        """Ask for a batch."""
         if read.nbytes:
             self._waiting.append(read)
-        else:
-            self._end(read, None)
-
-    def stop(self, number: int) -> None:
-        """End a batch; what still comes for it is dropped."""
-        read = self._reads.get(number)
-        if read is not None:
-            self._end(read, "aborted here")
             self.ask()
+        else:
+            self._end(read)
 
-    def fail(self, why: str) -> None:
-        """Close the connections and end all batches."""
+    def forget(self, read: Read) -> None:
+        """Ask for no more of a batch, and drop what still comes for it."""
+        if read in self._waiting:
+            self._waiting.remove(read)
+        for ask in [a for a in self._open.values() if a.read is read]:
+            del self._open[ask.number]
+            self._connections[0].say(Header(Kind.CANCEL, request=ask.number).encode())
+            for connection in self._connections:
+                connection.drop(ask)
+        self.ask()
+
+    def close(self) -> None:
+        """Close the connections."""
         for connection in self._connections:
             connection.close()
-        for read in list(self._reads.values()):
-            self._end(read, why)
 
     def ask(self) -> None:
         """Make requests, as many as may be open."""
         made: list[tuple[int, Read, int, int, int]] = []
-        while self._waiting and self._connections and len(self._open) + len(made) < OPEN_ASKS:
+        while self._waiting and len(self._open) + len(made) < OPEN_ASKS:
             read = self._waiting[0]
             lo, hi = read.asks.popleft()
             if not read.asks:
@@ -165,14 +148,11 @@ class Reader:
         if not ask.left:
             del self._open[ask.number]
             if not ask.read.left:
-                self._end(ask.read, None)
+                self._end(ask.read)
             self.ask()
 
-    def moved(self, number: int) -> int:
+    def moved(self, read: Read) -> int:
         """Return how many bytes of a batch have come. What the kernel still has is counted for the oldest one."""
-        read = self._reads.get(number)
-        if read is None:
-            return 0
         out = read.nbytes - read.left + sum(c.part_of(read) for c in self._connections)
         oldest = next((ask.read for ask in self._open.values()), None)
         return read.tell(out + sum(c.pipe.waiting for c in self._connections) if read is oldest else out)
@@ -185,27 +165,10 @@ class Reader:
         """
         ask = self._open.pop(request, None)
         if ask is not None:
-            self._end(ask.read, f"it refused: {why}")
-            self.ask()
+            self.forget(ask.read)
+            self._end(ask.read, PeerError(f"it refused: {why}"))
         elif request >= self._asked:
             raise Violation(f"request {request} was refused, which was not made")
-
-    def _end(self, read: Read, why: str | None) -> None:
-        del self._reads[read.number]
-        if read in self._fenced:
-            self._fenced.remove(read)
-        error = None
-        if why is not None:
-            if read in self._waiting:
-                self._waiting.remove(read)
-            for ask in [a for a in self._open.values() if a.read is read]:
-                del self._open[ask.number]
-                self._connections[0].say(Header(Kind.CANCEL, request=ask.number).encode())
-                for connection in self._connections:
-                    connection.drop(ask)
-            moved = read.nbytes - read.left
-            error = PeerError(f"reading {read.nbytes} bytes from {self.peer} failed after {moved} bytes: {why}")
-        self._done(Completion(read.number, error))
 
 
 class _Incoming(Connection):
@@ -241,15 +204,15 @@ class _Incoming(Connection):
 
     def lost(self, error: Exception) -> None:
         if isinstance(error, Violation):
-            self._reader.cut(f"it broke the protocol: {error}")
+            self._reader.lose(f"it broke the protocol: {error}")
         elif self._greeted:
-            self._reader.cut(
+            self._reader.lose(
                 f"the connection was lost, because it closed the link or its process or host is gone ({error})"
             )
         elif self.connected:
-            self._reader.cut(f"it does not know this link, because it closed it or was restarted ({error})")
+            self._reader.lose(f"it does not know this link, because it closed it or was restarted ({error})")
         else:
-            self._reader.cut(f"it cannot be reached: {error}")
+            self._reader.lose(f"it cannot be reached: {error}")
 
     def step(self) -> bool:
         if not self.connected:

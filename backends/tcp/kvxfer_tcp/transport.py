@@ -12,8 +12,8 @@ from typing import Any
 
 from kvxfer.backend.base import Base
 from kvxfer.backend.endpoint import check_encryption, new_token
-from kvxfer.errors import PeerError, TransportError
-from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, Probe, Verb
+from kvxfer.errors import TransportError
+from kvxfer.transport.contract import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_tcp.connection import ANY, Connection
 from kvxfer_tcp.door import Door
 from kvxfer_tcp.encryption import Keys
@@ -26,9 +26,6 @@ from kvxfer_tcp.wire import Violation
 
 TURN_S = 0.005
 """About how long one call of ``poll`` goes on before it returns, though more could be done."""
-
-FENCE_S = 0.0005
-"""How often fences are looked at."""
 
 
 class TcpTransport(Base[Endpoint, Link]):
@@ -51,8 +48,6 @@ class TcpTransport(Base[Endpoint, Link]):
         self._keys = Keys() if self._options.encrypt else None
         self._expected: dict[bytes, list[tuple[socket.socket, int]]] = {}
         self._by_token: dict[bytes, Link] = {}
-        self._dialling: set[Link] = set()
-        self._fenced: set[Link] = set()
         self._epoll = select.epoll()
         try:
             self._door = Door(self, self._options, self._admit)
@@ -101,17 +96,11 @@ class TcpTransport(Base[Endpoint, Link]):
         self._by_token[mine.token] = link
         for opened, number_there in self._expected.pop(mine.token):
             link.server.admit(opened, number_there)
-        if theirs.lends:
-            link.dial_by = time.monotonic() + self._options.connect_timeout_s
-            self._dialling.add(link)
-            link.dial()
         return link
 
     def drop_link(self, number: int, link: Link) -> None:
         self._by_token.pop(link.mine.token, None)
-        self._dialling.discard(link)
-        self._fenced.discard(link)
-        link.cut("the link was closed here")
+        link.lose("the link was closed here")
 
     def drop_memory(self, memory: int) -> None:
         for link in self.links.values():
@@ -123,43 +112,28 @@ class TcpTransport(Base[Endpoint, Link]):
         if remote is None or remote.shape != local.shape:
             raise TransportError("a READ needs one remote offset a run")
         if batch.remote not in link.theirs.lends:
-            raise TransportError(f"{link.reader.peer} lends no memory {batch.remote}")
-        read = Read(number, local, batch.remote, remote, batch.lengths, after)
-        if link.broken is not None:
-            what = f"reading {read.nbytes} bytes from {link.reader.peer} failed"
-            self.complete(Completion(number, PeerError(f"{what}: {link.broken}")))
-            return
-        link.reader.start(read)
-        if link.reader.fenced:
-            self._fenced.add(link)
+            raise TransportError(f"{link.peer} lends no memory {batch.remote}")
+        link.submit(Read(number, after, local, batch.remote, remote, batch.lengths))
 
     def stop(self, number: int, link: Link) -> None:
-        link.reader.stop(number)
+        link.stop(link.flights[number])
 
     def batch_moved(self, number: int, link: Link) -> int:
-        return link.reader.moved(number)
+        return link.moved(link.flights[number])
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
         if "door" in readable:
             self._door.accept(self.wakeup)
-        for link in list(self._fenced):
-            link.reader.look()
-            if not link.reader.fenced:
-                self._fenced.discard(link)
         self._turns(now + TURN_S)
         self._door.expire(now)
-        times = [now + FENCE_S] if self._fenced else []
-        times += self._look_after_dialled(now)
-        if self._door.due is not None:
-            times.append(self._door.due)
-        self.wakeup.at(min(times, default=None))
+        self.wakeup.at(self._door.due)
         if self._hot:
             self.wakeup.set()
 
     def shut_down(self) -> None:
         for link in self.links.values():
-            link.cut("closed here")
+            link.lose("closed here")
         for parked in self._expected.values():
             for opened, _ in parked:
                 opened.close()
@@ -215,16 +189,3 @@ class TcpTransport(Base[Endpoint, Link]):
             parked.append((opened, number))  # nothing is read from it before this side connects
         else:
             opened.close()
-
-    def _look_after_dialled(self, now: float) -> list[float]:
-        """End links whose time is over; return when to look at the others again."""
-        times = []
-        for link in list(self._dialling):
-            if link.broken is not None or link.reader.connected:
-                self._dialling.discard(link)
-            elif link.dial_by <= now:
-                self._dialling.discard(link)
-                link.cut("it cannot be reached (no answer in time)")
-            else:
-                times.append(link.dial_by)
-        return times
