@@ -156,13 +156,13 @@ def test_an_aborted_send_fails_though_the_peer_may_have_it_all(pair: tuple[Side,
 def test_nothing_is_sent_before_the_peer_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a slow link its answer's receipt would wait behind what was sent, and the peer for the receipt."""
     a, b = Side("first", **TCP), Side("second one", **TCP)
-    answers, posts, sent = Link._meet, Link._post, []
-    monkeypatch.setattr(Link, "_meet", lambda self: self.mine.agent == "first" and answers(self))
-    monkeypatch.setattr(Link, "_post", lambda self, half: (sent.append(half), posts(self, half))[1])
+    answers, posts, sent = Link.greet, Link.post, []
+    monkeypatch.setattr(Link, "greet", lambda self: self.mine.agent == "first" and answers(self))
+    monkeypatch.setattr(Link, "post", lambda self, half: (sent.append(half), posts(self, half))[1])
     link(a, b)
     a.submit(Verb.SEND, 0, [0], [1 << 20])
     assert not run(a, b, seconds=0.5) and not sent
-    monkeypatch.setattr(Link, "_meet", answers)
+    monkeypatch.setattr(Link, "greet", answers)
     b.submit(Verb.RECV, 0, [0], [1 << 20])
     assert [done.error for done in run(a, b, ends=2)] == [None, None]
     assert (b.bytes == a.bytes).all()

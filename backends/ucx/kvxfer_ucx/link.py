@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer import clock
+from kvxfer.backend import LinkBase, Submitted
 from kvxfer.errors import KvxferError, PeerError
-from kvxfer.transport import Completion, Fence, Verb
+from kvxfer.transport import Completion, Verb
 from kvxfer_ucx.connection import Connection
 from kvxfer_ucx.endpoint import Endpoint
 from kvxfer_ucx.messages import OK, TRUNCATED, Pieces, Posted
@@ -19,10 +21,6 @@ STREAMS = 1 << 42
 TAGS = STREAMS << 2
 """Tags of a side of a link differ in the bits below this."""
 
-CHUNKS = 8
-"""The parts in which the time to make a link is given. Each begins when the one before is seen to be over, so a host that stands
-still for a while, peer and all, uses up one."""
-
 DRAIN_S = 5.0
 """How long UCX may take to let go of a dead link's batch before it is reported as one that may still be touched."""
 
@@ -31,9 +29,6 @@ PART_S = 1.0
 
 LAST_S = 0.05
 """How long a link whose peer has closed its socket goes on with what that peer sent before: its farewell, if it could be sent."""
-
-FENCE_INTERVAL_S = 0.00005, 0.0005
-"""How often a fence is asked whether it has passed: at first (packing on a GPU takes no longer), and in the end."""
 
 AT_ONCE = 2
 """Batches of GPU memory that are sent at a time. UCX shares the link among all that it has: more of them would end
@@ -47,19 +42,16 @@ _DATA, _ACK, _WELCOME, _BYE = 0, 1, 2, 3
 
 
 @dataclass(eq=False)
-class Half:
-    """This side's half of a batch.
+class Half(Submitted):
+    """This side's half of a batch; ``data`` is set once it is posted.
 
-    It waits, with ``data`` unset, until the link is made and the fence has passed. A SEND is over when its peer has
-    acknowledged it: UCX calls a send complete that lies in a buffer somewhere.
+    A SEND is over when its peer has acknowledged it: UCX calls a send complete that lies in a buffer somewhere.
     """
 
-    number: int
     verb: Verb
     stream: int
     pieces: Pieces
     nbytes: int
-    after: Fence | None
     data: Posted | None = None
     ack: Posted | None = None
 
@@ -84,33 +76,30 @@ class Half:
                 posted.cancel()
 
 
-class Link:
-    """A link from this side, ``mine``, to ``theirs``. All methods on the data thread.
+class Link(LinkBase[Half]):
+    """A link from this side, ``mine``, to ``theirs``. Each side makes an endpoint and welcomes the other.
 
-    Each side makes an endpoint and welcomes the other. Its end is final: once ``broken`` is set, every batch ends with that error,
-    and a new link has to be made.
+    All methods on the data thread. Batches of a link that has ended end as soon as UCX has let go of their memory.
     """
 
-    def __init__(self, ways: Ways, mine: Endpoint, theirs: Endpoint, now: float, timeout_s: float) -> None:
+    def __init__(
+        self, ways: Ways, mine: Endpoint, theirs: Endpoint, timeout_s: float, done: Callable[[Completion], None]
+    ) -> None:
+        super().__init__(done, timeout_s)
+        self.unreached = f"{theirs.agent!r} does not answer; is it alive, and can UCX reach it?"
         self.mine, self.theirs, self.liveness = mine, theirs, ways.liveness
         self.connection: Connection | None = None
-        self.broken: KvxferError | None = None
         self.gone = self.parted = False
         self._ways = ways
-        self._chunk_s, self._chunks = timeout_s / CHUNKS, CHUNKS
-        self._due = self._part_by = now + self._chunk_s
+        self._drain_by = self._part_by = math.inf
         self._down_at: float | None = None
-        self._sweep, self._pause = now, SWEEP_S[0]
-        self._open = False
+        self._sweep, self._pause = clock.now(), SWEEP_S[0]
         self._heard: list[Posted] = []
         self._farewell: Posted | None = None
         self._met: Posted | None = None
-        self._waiting: deque[Half] = deque()
-        self._interval = FENCE_INTERVAL_S[0]
-        self._going: list[Half] = []
         self._stuck: list[Half] = []
         self._said: list[Posted] = []
-        self._choose(now)
+        self._choose()
 
     @property
     def plain(self) -> bool:
@@ -119,19 +108,14 @@ class Link:
     @property
     def busy(self) -> bool:
         """Whether messages of batches are under way."""
-        return bool(self._going)
+        return len(self.flights) > len(self.waiting)
 
-    def _choose(self, now: float) -> None:
+    def _choose(self) -> None:
         """Take the way to the peer, once the peer has said which, and welcome it there."""
         try:
             connection = self._ways.choose()
         except PeerError as e:
-            self.fail(
-                PeerError(
-                    f"{self.theirs.agent!r} cannot be reached: {e}; is it alive, and what may UCX use to get there?"
-                ),
-                now,
-            )
+            self.lose(f"{self.theirs.agent!r} cannot be reached: {e}; is it alive, and what may UCX use to get there?")
             return
         if connection is None:
             return
@@ -142,68 +126,49 @@ class Link:
         ]
         self._say(_WELCOME, 0, True)
 
-    def submit(self, half: Half) -> list[Completion]:
-        """Take a batch, and post what may go now.
+    def failed(self, half: Half, why: Exception) -> str:
+        return f"{half.verb} of {half.nbytes} bytes with {self.theirs.agent!r} failed: {why}"
 
-        What was packed before it may be ready meanwhile, and a caller that submits several does not step before the last. Returns
-        batches that have ended with that.
-        """
-        self._waiting.append(half)
-        ended = self._start() if self._open and self.broken is None else []
-        self._interval = FENCE_INTERVAL_S[0]
-        return ended
-
-    def moved(self, number: int) -> int:
-        """Return the bytes of a batch's messages that have ended."""
-        return next((half.data.nbytes for half in self._going if half.number == number and half.data is not None), 0)
-
-    def due(self, now: float) -> float:
+    def due(self) -> float:
         """When ``step`` has to be called although UCX reports nothing."""
-        if self.broken is None and self._open:
-            last = math.inf if self._down_at is None else self._down_at + LAST_S
-            return min(last, now + self._interval if self._waiting else math.inf)
-        if self.broken is not None and not self.parted:
-            return self._part_by
-        return self._due if self.broken is None or self._going else math.inf
-
-    def step(self, now: float) -> list[Completion]:
-        """See how far things are; returns the batches that have ended."""
-        ended: list[Completion] = []
-        if self.broken is None and self.connection is None:
-            self._choose(now)
         if self.broken is None:
-            self._open = self._open or self._meet()
-            if self._open and self._waiting:
-                ended += self._start()
-        if self._going:
-            ended += self._finish(now)
+            return math.inf if self._down_at is None else self._down_at + LAST_S
+        if not self.parted:
+            return self._part_by
+        return self._drain_by if self.flights else math.inf
+
+    def step(self, now: float) -> None:
+        """See how far things are."""
+        if self.broken is None and self.connection is None:
+            self._choose()
+        if not self.up or self.waiting:
+            self.look(now)
+        if self.busy:
+            self._finish()
         if self._said:
             self._said = [p for p in self._said if not p.done()]
         if self.broken is None:
             self._look_for_trouble(now)
         if self.broken is not None:
             self._part(now)
-            ended += self._end(now)
+            self._end(now, self.broken)
         elif self.connection is not None and now >= self._sweep:
             found = self._messages.discard_strange(self.mine.tag, 2**64 - TAGS)
             self._pause = SWEEP_S[0] if found else min(2 * self._pause, SWEEP_S[1])
             self._sweep = now + self._pause
-        return ended
 
-    def fail(self, cause: KvxferError, now: float) -> None:
-        """End the link. Batches end in the next steps, as soon as UCX has let go of their memory."""
-        if self.broken is not None:
-            return
-        self.broken, self._due, self._part_by = cause, now + DRAIN_S, now + PART_S
+    def bye(self, cause: KvxferError, says: str | None) -> None:
+        now = clock.now()
+        self._drain_by, self._part_by = now + DRAIN_S, now + PART_S
         if self.connection is not None and self.connection.trouble() is None:
             self._farewell = self._say(_BYE, 0, True)  # over shared memory UCX would not tell
-        for half in self._going:
+        for half in self.posted:
             half.cancel()
         self._part(now)
 
     def quiet(self) -> bool:
         """Whether the link has ended, and nothing of it is in flight."""
-        if self.broken is None or self._waiting or self._going:
+        if self.broken is None or self.flights:
             return False
         posted: list[Posted | Half] = [*self._heard, *self._said, *self._stuck]
         return all(p.done() for p in posted) and (self.connection is None or self.connection.closed())
@@ -229,7 +194,7 @@ class Link:
             return
         self.parted = True
 
-    def _meet(self) -> bool:
+    def greet(self) -> bool:
         """Whether the two sides have met.
 
         One that has heard the other's welcome answers it, and waits for the receipt: only with that has UCX all it
@@ -247,15 +212,9 @@ class Link:
     def _look_for_trouble(self, now: float) -> None:
         trouble = None if self.connection is None else self.connection.trouble()
         if trouble is not None:
-            self.fail(PeerError(f"the connection with {self.theirs.agent!r} broke: {trouble}; connect again"), now)
+            self.lose(f"the connection with {self.theirs.agent!r} broke: {trouble}; connect again")
         elif (self.connection is not None and self._bye.done()) or self._hung_up(now):
-            self.fail(PeerError(f"{self.theirs.agent!r} has closed the link; connect again"), now)
-        elif not self._open and now >= self._due:
-            self._chunks -= 1
-            self._due = now + self._chunk_s
-            if self._chunks:
-                return
-            self.fail(PeerError(f"{self.theirs.agent!r} does not answer; is it alive, and can UCX reach it?"), now)
+            self.lose(f"{self.theirs.agent!r} has closed the link; connect again")
 
     def _hung_up(self, now: float) -> bool:
         """Whether a peer of this host closed its socket long enough ago that nothing which it sent before that is still to come."""
@@ -264,30 +223,17 @@ class Link:
         self._down_at = self._down_at or now
         return now >= self._down_at + LAST_S
 
-    def _start(self) -> list[Completion]:
-        """Post what may go now."""
-        ended: list[Completion] = []
-        for half in list(self._waiting):
-            if half.after is not None and not half.after.passed():
-                continue
-            if not half.nbytes:
-                ended.append(Completion(half.number))
-            elif self._may(half):
-                self._post(half)
-            else:
-                continue
-            self._waiting.remove(half)
-        self._interval = min(2 * self._interval, FENCE_INTERVAL_S[1])
-        return ended
-
-    def _may(self, half: Half) -> bool:
-        """Whether it may go now, as far as others are concerned."""
+    def may(self, half: Half) -> bool:
+        if not super().may(half):
+            return False
         if self.plain or half.verb is Verb.RECV:
             return True
-        return sum(h.verb is Verb.SEND and not h.sent() for h in self._going) < AT_ONCE
+        return sum(h.verb is Verb.SEND and not h.sent() for h in self.posted) < AT_ONCE
 
-    def _post(self, half: Half) -> None:
-        self._going.append(half)
+    def post(self, half: Half) -> None:
+        if not half.nbytes:
+            self.end(half)
+            return
         if half.verb is Verb.RECV:
             half.data = self._messages.receive(
                 half.pieces, half.nbytes, self._tag(self.mine, _DATA, half.stream), self.plain
@@ -297,37 +243,30 @@ class Link:
         tag = self._tag(self.theirs, _DATA, half.stream)
         half.data = self._messages.send(self._handle, half.pieces, half.nbytes, tag, self.plain)
 
-    def _finish(self, now: float) -> list[Completion]:
-        """Take out what has ended by itself."""
-        ended: list[Completion] = []
-        for half in [h for h in self._going if h.done()]:
+    def _finish(self) -> None:
+        """End what has ended by itself."""
+        for half in [h for h in self.posted if h.done()]:
             status = half.status()
             if half.verb is Verb.RECV and status in (OK, TRUNCATED) and self.broken is None:
                 self._say(_ACK, half.stream, status == OK)
             if status == OK:
-                ended.append(Completion(half.number))
+                self.end(half)
             elif status == TRUNCATED:
                 why = f"the peer's half has another size (stream {half.stream}); both must submit the same lengths"
-                ended.append(Completion(half.number, PeerError(f"{self._what(half)}: {why}")))
+                self.end(half, PeerError(why))
             else:
                 # No accident of this batch alone: it shares its end with the others.
                 why = self._messages.describe(status)
-                self.fail(PeerError(f"messages with {self.theirs.agent!r} fail: {why}; connect again"), now)
-                continue
-            self._going.remove(half)
-        return ended
+                self.lose(f"messages with {self.theirs.agent!r} fail: {why}; connect again")
 
-    def _end(self, now: float) -> list[Completion]:
-        """Batches of a link that has ended, as UCX lets go of them."""
-        ended = [Completion(h.number, self._error(h)) for h in self._waiting]
-        self._waiting.clear()
-        free = [h for h in self._going if h.done()]
-        self._going = [h for h in self._going if h not in free]
-        ended += [Completion(h.number, self._error(h)) for h in free]
-        if now >= self._due:
-            ended += [Completion(h.number, self._error(h), quiet=False) for h in self._going]
-            self._stuck, self._going = self._stuck + self._going, []
-        return ended
+    def _end(self, now: float, cause: KvxferError) -> None:
+        """End the batches of a link that has ended, as UCX lets go of them."""
+        for half in list(self.flights.values()):
+            if half.done():
+                self.end(half, cause)
+            elif now >= self._drain_by:
+                self.end(half, cause, quiet=False)
+                self._stuck.append(half)
 
     def _say(self, kind: int, stream: int, yes: bool) -> Posted:
         said = self._messages.say(self._handle, self._tag(self.theirs, kind, stream), yes)
@@ -338,13 +277,6 @@ class Link:
     def _handle(self) -> int:
         assert self.connection is not None  # it was chosen
         return self.connection.handle
-
-    def _what(self, half: Half) -> str:
-        return f"{half.verb} of {half.nbytes} bytes with {self.theirs.agent!r}"
-
-    def _error(self, half: Half) -> KvxferError:
-        assert self.broken is not None
-        return type(self.broken)(f"{self._what(half)} failed: {self.broken}", kind=self.broken.kind)
 
     @staticmethod
     def _tag(receiver: Endpoint, kind: int, stream: int) -> int:

@@ -165,7 +165,7 @@ class UcxTransport(Base[Endpoint, Link]):
             mine.end, theirs.end, theirs.line, repr(theirs.agent), self.control
         ) as liveness:
             ways = self._ways(mine, theirs, liveness)
-            link = Link(ways, mine, theirs, time.monotonic(), self._options.connect_timeout_s)
+            link = Link(ways, mine, theirs, self._options.connect_timeout_s, self.complete)
         del self._connections[mine.tag]
         self._uninherited.soon()
         if link.connection is not None:
@@ -191,20 +191,20 @@ class UcxTransport(Base[Endpoint, Link]):
         return ways
 
     def drop_link(self, number: int, link: Link) -> None:
-        link.fail(TransportError("the link was closed on this side"), time.monotonic())
+        link.cut(TransportError("the link was closed on this side"))
         self._ending.append(link)
 
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         pieces, nbytes = self._pieces(batch, merge=link.plain)
-        for end in link.submit(Half(number, batch.verb, batch.stream, pieces, nbytes, after)):
-            self.complete(end)
+        link.submit(Half(number, after, batch.verb, batch.stream, pieces, nbytes))
 
     def stop(self, number: int, link: Link) -> None:
         why = f"batch {number} was aborted on this side, which ends the link: UCX cannot take back a message"
-        link.fail(TransportError(why), time.monotonic())
+        link.cut(TransportError(why))
 
     def batch_moved(self, number: int, link: Link) -> int:
-        return link.moved(number)
+        data = link.flights[number].data
+        return 0 if data is None else data.nbytes
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         self._liveness.handle(readable)
@@ -227,13 +227,15 @@ class UcxTransport(Base[Endpoint, Link]):
         if not asleep and not watching:
             self.wakeup.set()
         now = time.monotonic()
-        due = self._due(now)
-        self.wakeup.at(min(due or math.inf, now + WATCH_EVERY_S) if watching else due)
+        due = min([link.due() for link in [*self.links.values(), *self._ending]], default=math.inf)
+        if watching:
+            due = min(due, now + WATCH_EVERY_S)
+        self.wakeup.at(None if due == math.inf else due)
 
     def shut_down(self) -> None:
         now = time.monotonic()
         for link in self.links.values():
-            link.fail(TransportError("the transport was closed on this side"), now)
+            link.cut(TransportError("the transport was closed on this side"))
         self._ending += self.links.values()
         self.links.clear()
         for connection in self._connections.values():
@@ -291,8 +293,7 @@ class UcxTransport(Base[Endpoint, Link]):
 
     def _advance(self, link: Link, now: float) -> None:
         chosen = link.connection
-        for end in link.step(now):
-            self.complete(end)
+        link.step(now)
         if link.gone:
             return
         connection = link.connection
@@ -313,10 +314,6 @@ class UcxTransport(Base[Endpoint, Link]):
         if connection is not None and (connection.messages.posted or link.broken is not None):
             connection.messages.posted = False
             self._awake.add(connection)
-
-    def _due(self, now: float) -> float | None:
-        due = min([link.due(now) for link in [*self.links.values(), *self._ending]], default=math.inf)
-        return None if due == math.inf else due
 
 
 def _memory_kinds() -> frozenset[str]:
