@@ -193,6 +193,13 @@ def test_zeroed_content_is_noticed_and_zeros_in_other_places_differ(moved: tuple
     assert len(sums) == 13
 
 
+def test_every_segment_is_in_the_samples_of_some_transfers(moved: tuple[Case, CopyPlan, Store]) -> None:
+    _, made, store = moved
+    space = memory.space(store.cache.regions)
+    samples = [memory.sample(made, seed) for seed in range(len(made.logical[0].token))]  # fewer than one in so many
+    assert sum(space.checksum(one, "destination").value for one in samples) & ALL == received(made, store)
+
+
 def test_a_plan_without_positions_has_no_checksum(moved: tuple[Case, CopyPlan, Store]) -> None:
     _, made, store = moved
     with pytest.raises(ValueError, match="does not know the positions"):

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
 from kvxfer_vllm import internals
 
@@ -53,6 +57,21 @@ def test_what_another_library_wraps_is_still_there(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(KVCacheCoordinator, "__init__", around(around(KVCacheCoordinator.__init__)))
     assert internals.changed() == {}
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 17, 32])
+def test_a_prompt_without_its_last_token_hashes_as_the_shorter_one(tokens: int) -> None:
+    """A block that ended with that token ends with the answer's first, and must not be found by the longer prompt."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+    prompt = list(range(tokens))
+    one, other = (
+        Request("r", text, SamplingParams(max_tokens=1), None, block_hasher=hasher) for text in (prompt, prompt[:-1])
+    )
+    internals.leave_last_token(one)
+    assert one.block_hashes == other.block_hashes
+    assert (one.num_tokens, list(one.all_token_ids)) == (other.num_tokens, list(other.all_token_ids))
+    assert prompt == list(range(tokens)), "other samples have the same list"
 
 
 def test_inner_parts_are_touched_in_one_file() -> None:
