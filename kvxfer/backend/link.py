@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvxfer import clock
-from kvxfer.backend.wakeup import look_again
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.transport.contract import Completion, Fence
 
@@ -21,6 +20,9 @@ __all__ = ["Submitted", "LinkBase"]
 CHUNKS = 8
 """The parts in which the time to make a link is given. Each begins when the one before is seen to be over, so a host that stands
 still for a while, peer and all, uses up one."""
+
+FENCE_S = 0.00005, 0.0005
+"""How often a fence is asked whether it has passed: at first (packing on a GPU takes no longer), and in the end."""
 
 
 @dataclass(eq=False)
@@ -57,8 +59,8 @@ class LinkBase(ABC, Generic[F]):
         self.waiting: dict[int, F] = {}
         self._done = done
         self._chunk_s, self._chunks = within_s / CHUNKS, CHUNKS
-        self._since = now = clock.now()
-        self._late_at = now + self._chunk_s
+        self._late_at = clock.now() + self._chunk_s
+        self._pause = FENCE_S[0]
 
     @property
     def posted(self) -> list[F]:
@@ -96,9 +98,9 @@ class LinkBase(ABC, Generic[F]):
             self.end(flight, self.broken)
             return
         self.waiting[flight.number] = flight
-        self._since = clock.now()
         if self.up:
-            self.look(self._since)
+            self.look(clock.now())
+        self._pause = FENCE_S[0]
 
     def end(self, flight: F, cause: Exception | None = None, quiet: bool = True) -> None:
         """Report the one end of a batch; ``cause``: why it failed."""
@@ -147,7 +149,10 @@ class LinkBase(ABC, Generic[F]):
                     self.end(flight, e)
         if posted:
             return now
-        return look_again(self._since, now) if self.waiting else math.inf
+        if not self.waiting:
+            return math.inf
+        due, self._pause = now + self._pause, min(2 * self._pause, FENCE_S[1])
+        return due
 
     def forget(self) -> None:
         """Forget all batches, at whose ends nobody looks any more."""
