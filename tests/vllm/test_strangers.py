@@ -89,7 +89,7 @@ def test_nothing_that_a_request_says_ends_the_engine(make: Make, role: str) -> N
     def answers(said: Any) -> None:
         try:
             SamplingParams(extra_args={"kv_transfer_params": said})
-        except ValueError:  # vLLM's front end refuses the request
+        except Exception:  # vLLM refuses the request at its front end, by an error whose name releases change
             reject()
         name = engine.add(text, said, n=1, name="cmpl-one-0")
         engine.run(until=name)
