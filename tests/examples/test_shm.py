@@ -93,16 +93,17 @@ def test_nothing_is_wrong_or_left_after_a_short_soak() -> None:
 @pytest.mark.slow
 def test_from_its_wheel_it_conforms_and_is_what_auto_takes(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
-    for folder in (ROOT, EXAMPLE):
+    with_commands = (ROOT / "testing", ROOT / "benchmarks", ROOT / "backends/tcp")
+    for folder in (ROOT, *with_commands, EXAMPLE):
         build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
         subprocess.run(build, cwd=folder, check=True, timeout=300, capture_output=True)
-    core, shm = (next(wheels.glob(f"{name}-*.whl")) for name in ("kvxfer", "kvxfer_shm"))
+    core, *others = sorted(map(str, wheels.glob("*.whl")))
     home = tmp_path / "environment"
     venv.create(home)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(home / "bin" / "python")]
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(
-        [*pip, "install", "-q", "--no-compile", f"{core}[cli]", str(shm), "pytest"], check=True, timeout=240, env=alone
+        [*pip, "install", "-q", "--no-compile", f"{core}[cli]", *others, "pytest"], check=True, timeout=240, env=alone
     )
 
     def kvxfer(*arguments: str) -> str:
@@ -116,9 +117,9 @@ def test_from_its_wheel_it_conforms_and_is_what_auto_takes(tmp_path: Path) -> No
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["conforms"] and report["release"] == "kvxfer-shm 0.1.0" and report["counts"]["kept"] > 80
     settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps({"backend": "shm"}))  # the default back end is not here, and doctor would say so
+    settings.write_text(json.dumps({"backend": "shm"}))
     doctor = json.loads(kvxfer("doctor", "--json", "--config", str(settings)))
     assert doctor["backends"]["shm"]["usable"]
-    assert doctor["auto"]["cpu"] == "shm"
+    assert doctor["auto"]["cpu"] == "shm, else tcp"
     measured = kvxfer("bench", "transfer", "--backend", "shm", "--device", "cpu", "--tokens", "256", "--json")
     assert json.loads(measured)
