@@ -1,18 +1,17 @@
 """`python -m tests.layers [--all] [LAYER...] [-- OPTIONS]`: the suite, each layer a run of pytest that loads what its tests need.
 
-`make test` runs them all, lint and servers beside the others, and ends at the first that fails. `make test-all` has every case: also those
-marked ``slow``, which measure, build, move or start much, and all cases of each function (`tests/selection.py`).
+`make test` runs them all in this order, and ends at the first that fails. `make test-all` has every case: also those marked ``slow``, which
+measure, build, move or start much, and all cases of each function (`tests/selection.py`).
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,69 +61,50 @@ LAYERS = {
 }
 
 
-LINT = [
-    "sh",
-    "-ec",
-    "\n".join(
-        f"'{sys.executable}' -m {check}"
-        for check in ("tests.areas", "ruff format --check --quiet .", "ruff check .", "mypy", "tests.docs.lint")
-    ),
-]
-"""Prints the lines of each area, and checks form, types and prose."""
+def lint() -> int:
+    """Print the lines of each area, and check form, types and prose; return the status of the first check that fails, or 0."""
+    subprocess.run([sys.executable, "-m", "tests.areas"], cwd=ROOT, check=True)
+    checks = (["ruff", "format", "--check", "--quiet", "."], ["ruff", "check", "."], ["mypy"], ["tests.docs.lint"])
+    return next(
+        filter(None, (subprocess.run([sys.executable, "-m", *check], cwd=ROOT).returncode for check in checks)), 0
+    )
 
 
-def run(name: str, every: bool, options: Sequence[str], took: list[str]) -> int:
-    """Run a layer, and write down how long it took; return its status."""
-    print(f"== {name}", flush=True)
-    environment = {**os.environ, "KVXFER_LAYERS_TOOK": ", ".join(took)}
-    if every:
-        environment.setdefault("KVXFER_EXAMPLES", EXAMPLES)
-    command = LINT if name == "lint" else [*LAYERS[name].command(every), *options]
-    began = time.monotonic()
-    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
-        _, waited, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(waited)
-    took.append(f"{name} {time.monotonic() - began:.0f} ({used.ru_utime + used.ru_stime:.0f})")
-    if process.returncode:
-        print(f"{name} failed; seconds (of CPU): {', '.join(took)}", file=sys.stderr)
-    return process.returncode
-
-
-def run_all(every: bool, options: Sequence[str]) -> int:
-    """Run all layers; return the status of the first that fails, or 0.
-
-    Servers wait for programs that start, and types take one core: both run beside the other layers, and what they say is shown at the end.
-    """
-    took: list[str] = []
-    with tempfile.TemporaryFile() as said:
-        together = ["lint"] if every else ["lint", "servers"]  # slow tests measure, and want the machine for themselves
-        words = [*together, *(["--all"] if every else []), "--", *options]
-        command = [sys.executable, "-m", "tests.layers", *words]
-        beside = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, start_new_session=True)
-        try:
-            names = (name for name, layer in LAYERS.items() if not (layer.needs or name in together))
-            status = next((failed for name in names if (failed := run(name, every, options, took) or beside.poll())), 0)
-            print(f"== {', '.join(together)}, beside those: seconds (of CPU) {', '.join(took)}", flush=True)
-            if not status:
-                status = beside.wait()
-        finally:
-            if beside.poll() is None:
-                os.killpg(beside.pid, signal.SIGINT)  # pytest stops its servers
-                beside.wait()
-        said.seek(0)
-        print(said.read().decode(), flush=True)
-    return status
+def run(names: Iterable[str], every: bool, options: Sequence[str], took: list[str]) -> int:
+    """Run layers, and write down how long each took; return the status of the first that fails, or 0."""
+    for name in names:
+        began = time.monotonic()
+        print(f"== {name}", flush=True)
+        if name == "lint":
+            status = lint()
+        else:
+            environment = {**os.environ, "KVXFER_LAYERS_TOOK": ", ".join(took)}
+            if every:
+                environment.setdefault("KVXFER_EXAMPLES", EXAMPLES)
+            status = subprocess.run([*LAYERS[name].command(every), *options], cwd=ROOT, env=environment).returncode
+        took.append(f"{name} {time.monotonic() - began:.0f}")
+        if status:
+            print(f"{name} failed; seconds: {', '.join(took)}", file=sys.stderr)
+            return status
+    return 0
 
 
 def main() -> int:
-    """Run the layers that are named, or all; return the status of the first that fails, or 0."""
+    """Run the layers that are named, or lint and all layers side by side."""
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     words, options = sys.argv[1:at], sys.argv[at + 1 :]
     every, names = "--all" in words, [word for word in words if word != "--all"]
-    if not names:
-        return run_all(every, options)
     took: list[str] = []
-    return next((failed for name in names if (failed := run(name, every, options, took))), 0)
+    if names:
+        return run(names, every, options, took)
+    with tempfile.TemporaryFile() as said:  # types take one core for a minute
+        beside = subprocess.Popen([sys.executable, "-m", "tests.layers", "lint"], cwd=ROOT, stdout=said, stderr=said)
+        first, *others = (name for name, layer in LAYERS.items() if not layer.needs)
+        status = run([first], every, options, took)
+        linted = beside.wait()
+        said.seek(0)
+        print(said.read().decode(), flush=True)
+        return status or linted or run(others, every, options, took)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def make() -> Iterator[Callable[..., PagedEngine]]:
 
     def one(**more: Any) -> PagedEngine:
         facts = more.pop("facts", FACTS)
-        made.append(PagedEngine({"transfer_timeout": 4.0, **more}, facts=facts))
+        made.append(PagedEngine({"transfer_timeout": 60.0, **more}, facts=facts))
         made[-1].step()
         return made[-1]
 
