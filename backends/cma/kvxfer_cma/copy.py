@@ -23,7 +23,6 @@ class CopyStep(enum.Enum):
 
     MORE = enum.auto()  # there is more to do at once
     WAIT = enum.auto()  # nothing to do before the peer answers
-    LATER = enum.auto()  # nothing to do yet, and nothing will tell: try again soon
     DONE = enum.auto()
 
 

@@ -8,17 +8,20 @@ memory from then on, and answers with the places of its memories and of the key 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backend import Liveness, Memories
-from kvxfer.errors import PeerError, TransportError
+from kvxfer.backend import CopyPool, LinkBase, Liveness, LivenessLinks, Memories, Submitted
+from kvxfer.block_table import Ints
+from kvxfer.errors import KvxferError, PeerError, TransportError
+from kvxfer.transport import Batch, Completion, Verb
 from kvxfer_cma import exported, vm
-from kvxfer_cma.ring import ANSWERED, ASK, LEND, Asker, Server
+from kvxfer_cma.copy import Copy, DirectCopy
+from kvxfer_cma.ring import ANSWERED, ASK, LEND, Asker, Relayed, Server
 
 _SHOW, _PLACES = b"K", b"P"
 
@@ -56,32 +59,80 @@ class Lent:
 
 
 @dataclass(eq=False)
-class Link:
-    """A link to a peer."""
+class CmaBatch(Submitted):
+    """A batch on a link; ``local``: the address of each of its runs."""
 
-    mine: bytes  # its name on this side
-    liveness: Liveness  # the peer's process, and what it says
-    lent: Lent  # what it may reach here
-    asker: Asker | None  # has copies made through shared memory; ``None`` if the kernel copies
-    shares: bool  # whether copies are made so for the peer
-    server: Server | None = None  # makes them, once the peer has sent its slots
-    remote: Memories | None = None  # the peer's memories, at their addresses there, once it has told them
-    processes: Mapping[int, vm.Process] = field(default_factory=dict)  # a way into each of them
-    _key: bytes = field(default_factory=lambda: os.urandom(vm.KEY_BYTES))
+    link: Link
+    batch: Batch
+    local: Ints
+
+
+class Link(LinkBase[CmaBatch]):
+    """A link to a peer, of which ``liveness`` tells. ``lent``: what it may reach here; ``shares``: whether in copies made for it.
+
+    ``copies`` gets the copies that begin. An ``asker`` has them made through shared memory; without one the kernel makes them, once the
+    peer has told its memories (``remote``), by a way into each of them (``processes``).
+    """
+
+    def __init__(
+        self,
+        mine: bytes,
+        liveness: Liveness,
+        lines: LivenessLinks,
+        lent: Lent,
+        asker: Asker | None,
+        shares: bool,
+        copies: dict[CmaBatch, Copy],
+        pool: CopyPool,
+        done: Callable[[Completion], None],
+    ) -> None:
+        super().__init__(done)
+        self.mine, self.liveness, self.asker = mine, liveness, asker
+        self.server: Server | None = None
+        self.remote: Memories | None = None
+        self.processes: Mapping[int, vm.Process] = {}
+        self._lines, self._lent, self._shares, self._copies, self._pool = lines, lent, shares, copies, pool
+        self._key = os.urandom(vm.KEY_BYTES)
+        if asker is None:
+            with suppress(OSError):  # it is gone, as its socket will say
+                liveness.tell(_SHOW + self._key)
 
     @property
     def peer(self) -> str:
         return self.liveness.peer
 
-    @property
-    def broken(self) -> PeerError | None:
-        """Why no batch can move any more."""
-        return None if self.liveness.down is None else PeerError(self.liveness.down)
+    def failed(self, job: CmaBatch, why: Exception) -> str:
+        return f"{job.batch.verb} of {job.batch.nbytes} bytes with {self.peer} failed: {why}"
 
-    def ask(self) -> None:
-        """Ask the peer where its memories are."""
-        with suppress(OSError):  # it is gone, as its socket will say
-            self.liveness.tell(_SHOW + self._key)
+    def greet(self) -> bool:
+        return self.asker is not None or self.remote is not None
+
+    def post(self, job: CmaBatch) -> None:
+        batch, write = job.batch, job.batch.verb is Verb.WRITE
+        assert batch.remote_offsets is not None  # it is one-sided
+        if self.asker is not None:
+            self._copies[job] = Relayed(self.asker, write, job.local, batch.remote, batch.remote_offsets, batch.lengths)
+            return
+        assert self.remote is not None  # the link is up
+        if batch.remote not in self.processes:
+            raise TransportError(f"{self.peer} has no memory {batch.remote}")
+        try:
+            there = self.remote.addresses(batch.remote, batch.remote_offsets, batch.lengths)
+        except TransportError as e:
+            raise TransportError(f"at {self.peer}: {e}") from None
+        process = self.processes[batch.remote]
+        self._copies[job] = DirectCopy(process, self._pool, write, job.local, there, batch.lengths)
+
+    def end(self, job: CmaBatch, cause: Exception | None = None, quiet: bool = True) -> None:
+        copy = self._copies.pop(job, None)
+        if copy is not None:
+            copy.drop()
+        super().end(job, cause, quiet)
+
+    def bye(self, cause: KvxferError, says: str | None) -> None:
+        self._lines.hang_up(self.liveness)
+        for job in list(self.flights.values()):
+            self.end(job, cause)
 
     def hear(self, memories: Memories) -> None:
         """Answer and take in what the peer has said, given the memories of this side.
@@ -96,8 +147,8 @@ class Link:
             try:
                 if message[:1] == _SHOW and len(message) == 1 + vm.KEY_BYTES and not descriptors:
                     self._answer(message[1:], memories)
-                elif message == LEND and len(descriptors) == 1 and self.shares and self.server is None:
-                    self.server = Server(descriptors[0], memories, self.lent.lends)
+                elif message == LEND and len(descriptors) == 1 and self._shares and self.server is None:
+                    self.server = Server(descriptors[0], memories, self._lent.lends)
                 elif message[:1] == ASK and self.server is not None:
                     with suppress(OSError):  # it is gone, as its socket will say
                         self.liveness.tell(ANSWERED + self.server.answer(message[1:]))
@@ -112,7 +163,7 @@ class Link:
                     os.close(descriptor)
 
     def _answer(self, key: bytes, memories: Memories) -> None:
-        file = exported.written(self.lent.show(key, memories))
+        file = exported.written(self._lent.show(key, memories))
         try:
             with suppress(OSError):  # it is gone, as its socket will say
                 self.liveness.tell(_PLACES, file)

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.backend import Base, CopyPool, Liveness, LivenessLinks
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import PeerError, TransportError
-from kvxfer.transport import Batch, Capabilities, Completion, Fence, Probe, Verb
+from kvxfer.transport import Batch, Capabilities, Fence, Probe, Verb
 from kvxfer_cma import ptrace, vm
-from kvxfer_cma.copy import Copy, CopyStep, DirectCopy
+from kvxfer_cma.copy import Copy, CopyStep
 from kvxfer_cma.endpoint import Endpoint
-from kvxfer_cma.link import Lent, Link
+from kvxfer_cma.link import CmaBatch, Lent, Link
 from kvxfer_cma.options import Options
-from kvxfer_cma.ring import Asker, Relayed
+from kvxfer_cma.ring import Asker
 
 BUDGET_S = 0.004
 """A poll starts no further step after this time."""
-
-RETRY_S = 0.001
-"""How soon to ask a fence again."""
-
-
-@dataclass
-class _Job:
-    """A batch on its way.
-
-    ``begin``: makes its copy, which begins once the fence ``after`` has passed; it returns ``None`` until the peer has said where its
-    memory is.
-    """
-
-    link: Link
-    begin: Callable[[], Copy | None]
-    after: Fence | None
-    copy: Copy | None = None
 
 
 class CmaTransport(Base[Endpoint, Link]):
@@ -66,7 +48,7 @@ class CmaTransport(Base[Endpoint, Link]):
         self._lines = LivenessLinks("cma", self.wakeup)
         self._lent: dict[bytes, Lent] = {}  # by the ends of links that were offered
         self._ends: dict[bytes, Link] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._copies: dict[CmaBatch, Copy] = {}  # of all links, in the order of their turns
         self._pool = CopyPool(self._options.threads, "kvxfer-cma")
         self._shares = self._options.mode != "vm"
 
@@ -95,10 +77,11 @@ class CmaTransport(Base[Endpoint, Link]):
     def make_link(self, number: int, mine: Endpoint, theirs: Endpoint) -> Link:
         with self._lines.connected(mine.link, theirs.link, theirs.line, theirs.agent, self.control) as liveness:
             asker = self._asker(theirs, liveness)
-            link = Link(mine.link, liveness, self._lent[mine.link], asker, self._shares)
+            lent = self._lent[mine.link]
+            link = Link(
+                mine.link, liveness, self._lines, lent, asker, self._shares, self._copies, self._pool, self.complete
+            )
         self._ends[mine.link] = link
-        if link.asker is None:
-            link.ask()
         return link
 
     def _asker(self, peer: Endpoint, liveness: Liveness) -> Asker | None:
@@ -121,47 +104,22 @@ class CmaTransport(Base[Endpoint, Link]):
         return Asker(liveness)
 
     def drop_link(self, number: int, link: Link) -> None:
-        self._hang_up(link)
+        link.lose(f"the link to {link.peer} was closed on this side")
         del self._ends[link.mine]
         self._retract(link.mine)
-        for batch in [n for n, job in self._jobs.items() if job.link is link]:
-            self._end(batch, PeerError(f"the link to {link.peer} was closed on this side"))
-
-    def _hang_up(self, link: Link, why: str | None = None) -> None:
-        link.liveness.down = link.liveness.down or why
-        self._lines.hang_up(link.liveness)
 
     def _retract(self, link: bytes) -> None:
         self._lent.pop(link).wipe()
 
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
-        assert batch.remote_offsets is not None  # it is one-sided
         local = self.memories.addresses(batch.local, batch.local_offsets, batch.lengths)
-
-        def begin() -> Copy | None:
-            assert batch.remote_offsets is not None
-            write, remote, lengths = batch.verb is Verb.WRITE, batch.remote_offsets, batch.lengths
-            if link.asker is not None:
-                return Relayed(link.asker, write, local, batch.remote, remote, lengths)
-            if link.remote is None:
-                return None
-            if batch.remote not in link.processes:
-                raise TransportError(f"{link.peer} has no memory {batch.remote}")
-            try:
-                there = link.remote.addresses(batch.remote, remote, lengths)
-            except TransportError as e:
-                raise TransportError(f"at {link.peer}: {e}") from None
-            return DirectCopy(link.processes[batch.remote], self._pool, write, local, there, lengths)
-
-        job = _Job(link, begin, after)
-        job.copy = begin()
-        self._jobs[number] = job
+        link.submit(CmaBatch(number, after, link, batch, local))
 
     def stop(self, number: int, link: Link) -> None:
-        self._end(number, TransportError(f"the batch with {link.peer} was aborted on this side"))
+        link.end(link.flights[number], TransportError(f"the batch with {link.peer} was aborted on this side"))
 
     def batch_moved(self, number: int, link: Link) -> int:
-        copy = self._jobs[number].copy
+        copy = self._copies.get(link.flights[number])
         return 0 if copy is None else copy.moved()
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
@@ -181,12 +139,15 @@ class CmaTransport(Base[Endpoint, Link]):
         heard = False
         for source in readable:
             link = self._ends.get(source.mine) if isinstance(source, Liveness) else None
-            if link is not None and link.broken is None:
-                heard |= bool(link.liveness.heard)
-                try:
-                    link.hear(self.memories)
-                except (PeerError, OSError) as e:
-                    self._hang_up(link, f"{link.peer} cannot be talked to: {e}")
+            if link is None or link.broken is not None:
+                continue
+            heard |= bool(link.liveness.heard)
+            try:
+                link.hear(self.memories)
+            except (PeerError, OSError) as e:
+                link.lose(f"{link.peer} cannot be talked to: {e}")
+            if link.liveness.down is not None:
+                link.lose(link.liveness.down)
         return heard
 
     def shut_down(self) -> None:
@@ -194,43 +155,22 @@ class CmaTransport(Base[Endpoint, Link]):
             lent.wipe()
         self._lines.close()
         self._pool.close()
-        self._jobs.clear()
+        self._copies.clear()
 
     def _steps(self, until: float) -> bool:
-        """Give batches a step each, one after the other, while there is time. True if any of them can go on at once."""
-        more = later = False
-        for number in list(self._jobs):
+        """Give copies a step each, one after the other, while there is time. True if any of them can go on at once."""
+        more = False
+        for job in list(self._copies):
             if time.monotonic() >= until:
                 return True
-            job = self._jobs.pop(number)
-            self._jobs[number] = job  # next time the others come first
+            copy = self._copies.pop(job)
+            self._copies[job] = copy  # next time the others come first
             try:
-                step = self._step(job)
-            except Exception as e:  # whatever it is, it is how this batch ended
-                self._end(number, e)
+                step = copy.step()
+            except Exception as e:  # whatever it is, it is how this batch ends
+                job.link.end(job, e)
                 continue
             if step is CopyStep.DONE:
-                self._end(number, None)
+                job.link.end(job)
             more |= step is CopyStep.MORE
-            later |= step is CopyStep.LATER
-        if later:
-            self.wakeup.at(time.monotonic() + RETRY_S)
         return more
-
-    def _step(self, job: _Job) -> CopyStep:
-        if (error := job.link.broken) is not None:
-            raise error
-        if job.copy is None:
-            job.copy = job.begin()
-            if job.copy is None:
-                return CopyStep.WAIT
-        if job.after is not None and not job.after.passed():
-            return CopyStep.LATER
-        job.after = None
-        return job.copy.step()
-
-    def _end(self, number: int, error: Exception | None) -> None:
-        copy = self._jobs.pop(number).copy
-        if copy is not None:
-            copy.drop()
-        self.complete(Completion(number, error))
