@@ -89,7 +89,6 @@ JOINT = {
     "at …: …",
     "on the side of …: …",
     "request … …",
-    "a batch with …: …",
 }
 """What joins other texts."""
 INTERNAL = {

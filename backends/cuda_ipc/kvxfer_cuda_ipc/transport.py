@@ -12,9 +12,9 @@ from typing import Any
 
 from kvxfer.backend import Base, LivenessLinks, Memories
 from kvxfer.backend.liveness import LINK_BYTES
-from kvxfer.errors import PeerError, TransportError
+from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
-from kvxfer.transport import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Verb
+from kvxfer.transport import Batch, Capabilities, Fence, PlanBatch, Probe, Verb
 from kvxfer_cuda_ipc import driver
 from kvxfer_cuda_ipc.endpoint import Endpoint, Exported
 from kvxfer_cuda_ipc.exports import Opened, export
@@ -25,7 +25,7 @@ from kvxfer_cuda_ipc.lowering import Lowering
 from kvxfer_cuda_ipc.options import Options
 
 RETRY_S = 0.0005
-"""How soon to ask again whether a fence without an event has passed."""
+"""How soon to look again whether memory of a closed link is out of use."""
 
 LOOK_S = 0.00003
 """How soon to look again whether a launch is over that should be by now."""
@@ -62,7 +62,8 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         self._gpus: dict[int, Gpu] = {}
         self._opened = Opened(lambda ordinal: self._gpus[ordinal].context)
         self._leaving: list[Link] = []  # disconnected, and perhaps still in use by a launch
-        self._jobs: dict[int, CopyJob] = {}
+        self._jobs: dict[CopyJob, None] = {}  # those that have begun, the oldest first
+        self._ends: dict[Hashable, Link] = {}  # by what tells of the peer
         self._liveness = LivenessLinks("cuda-ipc", self.wakeup)
 
     @classmethod
@@ -107,7 +108,8 @@ class CudaIpcTransport(Base[Endpoint, Link]):
             except BaseException:
                 self._let_go(theirs, lowerings)
                 raise
-        return Link(liveness, theirs, lowerings)
+        link = self._ends[liveness] = Link(liveness, self._liveness, theirs, lowerings, self._jobs, self.complete)
+        return link
 
     def _reach(self, peer: Endpoint, ordinal: int, own: bool) -> Memories:
         """All memories of the peer at the addresses by which a GPU reaches them."""
@@ -133,7 +135,8 @@ class CudaIpcTransport(Base[Endpoint, Link]):
                 self._opened.close(memory, ordinal)
 
     def drop_link(self, number: int, link: Link) -> None:
-        self._liveness.hang_up(link.liveness)
+        link.lose(f"the link to {link.peer.agent} was closed on this side")
+        del self._ends[link.liveness]
         self._leaving.append(link)
 
     def start(self, number: int, link: Link, batch: Batch | PlanBatch, after: Fence | None) -> None:
@@ -143,22 +146,25 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         if ordinal not in link.lowerings:
             raise TransportError(f"memory {batch.local} was registered after the link to {link.peer.agent} was made")
         launches = deque(link.lowerings[ordinal].launches(batch))
-        self._jobs[number] = job = CopyJob(link, self._gpus[ordinal], after, launches)
-        self._advance(job)
+        link.submit(CopyJob(number, after, link, batch, self._gpus[ordinal], launches))
 
     start_plan = start
 
     def stop(self, number: int, link: Link) -> None:
-        self._stop(self._jobs[number], TransportError(f"the batch with {link.peer.agent} was aborted on this side"))
+        aborted = TransportError(f"the batch with {link.peer.agent} was aborted on this side")
+        link.stop(link.flights[number], aborted)
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         self._liveness.handle(readable)
+        for source in readable:
+            if source in self._ends and (down := self._ends[source].liveness.down) is not None:
+                self._ends[source].lose(down)
         over = self._over()
-        for number, job in list(self._jobs.items()):
-            self._advance(job)
-            if job.last <= over[job.gpu] and not job.launches and (job.begun is not None or job.error is not None):
-                del self._jobs[number]
-                self.complete(Completion(number, self._verdict(job)))
+        for job in list(self._jobs):
+            job.go_on()
+            if job.last <= over[job.gpu] and not job.launches:
+                del self._jobs[job]
+                job.link.finish(job)
         self._leave()
         self._sleep()
 
@@ -180,30 +186,6 @@ class CudaIpcTransport(Base[Endpoint, Link]):
             if ordinal in link.lowerings:
                 self._let_go(link.peer, (ordinal,))
 
-    def _advance(self, job: CopyJob) -> None:
-        if job.error is not None or (job.begun is not None and not job.launches):
-            return
-        liveness = job.link.liveness
-        if liveness.down is not None:
-            self._stop(job, PeerError(liveness.down))
-            return
-        if not liveness.up:
-            return
-        try:
-            event = None
-            if job.after is not None:
-                event = _event(job.after)
-                if event is None and not job.after.passed():
-                    return
-            if job.begun is None:
-                job.begun = time.monotonic()
-            while job.launches and job.gpu.ready:
-                job.last = job.gpu.start(job.launches[0], event)
-                job.nbytes += job.launches.popleft().nbytes
-                event = job.after = None
-        except Exception as e:  # whatever it is, it is how this batch ends
-            self._stop(job, e)
-
     def _over(self) -> dict[Gpu, int]:
         """For each GPU, the last launch that is over."""
         over: dict[Gpu, int] = {}
@@ -213,61 +195,41 @@ class CudaIpcTransport(Base[Endpoint, Link]):
                 over[gpu] = gpu.finished(until)
             except TransportError as e:
                 # The GPU's context is lost and nothing runs in it any more.
-                for job in self._jobs.values():
+                for job in self._jobs:
                     if job.gpu is gpu:
-                        self._stop(job, TransportError(f"a batch with {job.link.peer.agent}: {e}"))
+                        job.stop(e)
                         job.last = 0
                 over[gpu] = 0
         return over
 
-    def _verdict(self, job: CopyJob) -> Exception | None:
-        """How a job ended whose launches are all over."""
-        job.link.liveness.check()
-        if job.error is None and job.link.liveness.down is not None:
-            return PeerError(job.link.liveness.down)
-        return job.error
-
-    @staticmethod
-    def _stop(job: CopyJob, error: Exception) -> None:
-        """Start nothing more. The job ends when what was started is over: nothing can call it back."""
-        job.error = job.error or error
-        job.launches.clear()
-
     def _leave(self) -> None:
         """Unmap the memory of peers whose links are closed and used by no launch any more."""
         if self._leaving:
-            used = {id(job.link) for job in self._jobs.values()}
+            used = {id(job.link) for job in self._jobs}
             for link in [link for link in self._leaving if id(link) not in used]:
                 self._leaving.remove(link)
                 self._let_go(link.peer, link.lowerings)
 
     def _sleep(self) -> None:
-        """Say when to poll next: shortly before a batch should be over, ever less often if it is late.
-
-        Or when a fence could have passed.
-        """
+        """Say when to poll next: shortly before a batch should be over, ever less often if it is late."""
         now, due = time.monotonic(), None
-        for job in self._jobs.values():
-            if job.last and job.begun is not None:
+        for job in self._jobs:
+            if job.last:
                 end = self._expected(job)
                 at = max(now + LOOK_S, end - EARLY_S, now + min((now - end) / 4, LATE_S))
-            elif job.after is not None and job.link.liveness.up:
-                at = now + RETRY_S
-            else:
-                continue
-            due = at if due is None else min(due, at)
+                due = at if due is None else min(due, at)
         if self._leaving and due is None:
             due = now + RETRY_S
         self.wakeup.at(due)
 
     def _expected(self, job: CopyJob) -> float:
         """When a batch that was begun should be over."""
-        return (job.begun or 0.0) + job.nbytes / job.gpu.pace
+        return job.begun + job.nbytes / job.gpu.pace
 
     def _patience(self) -> float:
         """Until when to wait for what is over almost now: a timer could not wake us in time for it."""
         now = time.monotonic()
-        for job in self._jobs.values():
+        for job in self._jobs:
             if job.last and abs(now - self._expected(job)) < EARLY_S:
                 return now + 2 * EARLY_S
         return 0.0
@@ -279,12 +241,3 @@ def _ordinal(device: str) -> int:
     if not number.isdecimal():
         raise TransportError(f"{device!r} is no device: expected cuda:N")
     return int(number)
-
-
-def _event(fence: Fence | None) -> int | None:
-    """Return the CUDA event of a fence as a number, if it has one that we know how to read."""
-    event = None if fence is None else fence.event
-    for name in ("cuda_event", "handle", "ptr"):  # PyTorch, cuda.core, CuPy
-        if hasattr(event, name):
-            return int(getattr(event, name))
-    return event if isinstance(event, int) else None
