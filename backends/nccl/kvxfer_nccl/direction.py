@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvxfer.backend import Submitted
 from kvxfer.failures import FailureKind
-from kvxfer.transport.contract import Completion, Fence, Verb
+from kvxfer.transport.contract import Verb
 from kvxfer_nccl.binding import Binding, Mark, Pipe, PipeSpec
 from kvxfer_nccl.options import Options
 from kvxfer_nccl.tasks import Task
@@ -48,19 +49,17 @@ class Broken(Exception):
 
 
 @dataclass(eq=False)
-class Post:
+class Post(Submitted):
     """This side's half of a batch.
 
     ``runs``: (address, bytes), none of them empty. ``taken``: how many of them are enqueued. ``mark``: set when all are.
     ``behind``: how many runs of this direction were enqueued before them.
     """
 
-    number: int
     verb: Verb
     stream: int
     runs: list[tuple[int, int]]
     nbytes: int
-    after: Fence | None
     taken: int = 0
     behind: int = 0
     mark: Mark | None = None
@@ -75,7 +74,7 @@ class Tools:
     device: str
     spec: Callable[[bytes, bool], PipeSpec]
     say: Callable[[Message], None]
-    complete: Callable[[Completion], None]
+    end: Callable[[Post], None]
     start: Callable[[Callable[[], T]], Task[T]]
     bury: Callable[[Pipe], Task[None]]
 
@@ -129,10 +128,9 @@ class Direction:
             self._listen(now)
         return self._due(now)
 
-    def bytes_moved(self, number: int) -> int:
+    def bytes_moved(self, post: Post) -> int:
         """Return the bytes of the runs of a batch that the stream has passed."""
-        post = next((post for post in self.enqueued if post.number == number), None)
-        return 0 if post is None else sum(n for _, n in post.runs[: max(self._passed - post.behind, 0)])
+        return sum(n for _, n in post.runs[: max(self._passed - post.behind, 0)]) if post in self.enqueued else 0
 
     def give_up(self) -> tuple[list[Post], list[Post], Task[None] | None]:
         """End everything, except that a communicator that is being made has to be made first, by ``leave``.

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvxfer.backend import LinkBase
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.failures import FailureKind
@@ -31,13 +32,14 @@ CLOGGED_S = 0.005
 """How often a connection that takes nothing at the moment is tried again."""
 
 
-class Link:
+class Link(LinkBase[Post]):
     """A link from this side, ``mine``, to ``theirs``. All methods on the data thread.
 
-    Its end is final: once ``broken`` is set, every batch ends with that error, and a new link has to be made. ``wake``
-    is called from any thread when ``step`` should be. ``complete`` gets each batch's one end, and ``quieted`` the number of one that
-    was not quiet then and is now.
+    ``wake`` is called from any thread when ``step`` should be. ``quieted`` gets the number of a batch that was not quiet at its end and
+    is now.
     """
+
+    unreached = "it has not answered in time; is it alive, and is its port reachable?"
 
     def __init__(
         self,
@@ -52,14 +54,14 @@ class Link:
         complete: Callable[[Completion], None],
         quieted: Callable[[int], None],
     ) -> None:
+        super().__init__(complete, options.connect_timeout_s)
         self.mine, self.theirs = mine, theirs
-        self.broken: KvxferError | None = None
         self.number, self._options = number, options
-        self._wakeup, self._wake, self._complete, self._quieted = wakeup, wake, complete, quieted
+        self._wakeup, self._wake, self._quieted = wakeup, wake, quieted
         self._channel: Channel | None = None
         self._heard = False  # the peer's Greeting, so that it has connected too
-        self._reach_by = time.monotonic() + options.connect_timeout_s
         self._dialling: Task[socket.socket] | None = None
+        self._blame = FailureKind.PEER_LOST  # the kind of failure that the other side hears of
         self._bye: Bye | None = None  # what is said in the end
         self._leave_by: float | None = None  # has ended, but a communicator is still being made; until then at the most
         self._burials: list[Task[None]] = []
@@ -71,7 +73,7 @@ class Link:
         def spec(unique_id: bytes, sends: bool) -> PipeSpec:
             return PipeSpec(unique_id, sends, device, agreed)
 
-        tools: Tools = Tools(binding, options, device, spec, self._say, complete, self._start, self._bury)
+        tools: Tools = Tools(binding, options, device, spec, self._say, self.end, self._start, self._bury)
         self._sender, self._receiver = Sender(tools), Receiver(tools)
         if self.dials:
             self._dialling = self._start(lambda: dial(theirs.host, theirs.port, options.connect_timeout_s))
@@ -91,15 +93,18 @@ class Link:
     def direction(self, verb: Verb) -> Direction:
         return self._sender if verb is Verb.SEND else self._receiver
 
-    def bytes_moved(self, number: int) -> int:
-        """Return how many bytes of a batch have moved, as far as is known."""
-        return self._sender.bytes_moved(number) or self._receiver.bytes_moved(number)
+    def failed(self, post: Post, why: Exception) -> str:
+        return f"{post.verb} of {post.nbytes} bytes (stream {post.stream}) with {self.theirs} failed: {why}"
+
+    def greet(self) -> bool:
+        return self._heard
+
+    def may(self, post: Post) -> bool:
+        """Return true: a direction is a stream, in which each batch waits for its own fence and for those before it."""
+        return True
 
     def post(self, post: Post) -> None:
-        if self.broken is not None:
-            self._complete(Completion(post.number, self._error(post)))
-        else:
-            self.direction(post.verb).post(post, time.monotonic())
+        self.direction(post.verb).post(post, time.monotonic())
 
     def accept(self, channel: Channel) -> None:
         """Take a connection whose Greeting named this link."""
@@ -116,19 +121,16 @@ class Link:
             try:
                 self._talk()
                 if self._heard:
+                    self.look(now)
                     due += [self._sender.step(now), self._receiver.step(now)]
-                elif now > self._reach_by:
-                    self._fail(PeerError("it has not answered in time; is it alive, and is its port reachable?"))
             except Broken as e:
-                self._fail(PeerError(str(e), kind=e.kind), e.says, e.kind)
+                self._blame = e.kind
+                self.cut(PeerError(str(e), kind=e.kind), e.says)
             except ValueError as e:
-                self._fail(PeerError(f"it broke the protocol: {e}"), f"this side broke the protocol: {e}")
+                self.lose(f"it broke the protocol: {e}", f"this side broke the protocol: {e}")
             except Exception as e:  # a call of the binding's: never the end of more than its link
-                self._fail(
-                    TransportError(f"NCCL failed on this side: {e}"),
-                    f"its NCCL failed: {e}",
-                    FailureKind.BACKEND_FAILED,
-                )
+                self._blame = FailureKind.BACKEND_FAILED
+                self.cut(TransportError(f"NCCL failed on this side: {e}"), f"its NCCL failed: {e}")
         if self._leave_by is not None:
             due.append(self._leave(self._leave_by))
         self._burials = [b for b in self._burials if not b.well]
@@ -137,17 +139,10 @@ class Link:
                 self._quieted(post.number)
         self._stuck = [(post, burial) for post, burial in self._stuck if not burial.well]
         if self.broken is not None:
-            due.append(self._settle())
-        elif not self._heard:
-            due.append(self._reach_by + 0.001)
+            due.append(self._settle(self.broken))
         elif self._channel is not None and self._channel.clogged:
             due.append(now + CLOGGED_S)
         return min((d for d in due if d is not None), default=None)
-
-    def end(self, cause: KvxferError, says: str) -> None:
-        """End the link from this side: batches end with ``broken``, the other side hears ``says``."""
-        if self.broken is None:
-            self._fail(cause, says)
 
     def left(self, until: float) -> bool:
         """Go on with the goodbye of an ended link, until a time of ``time.monotonic`` at the most; whether it is over."""
@@ -164,7 +159,7 @@ class Link:
         if self._dialling is not None and self._dialling.done:
             dialling, self._dialling = self._dialling, None
             if dialling.error is not None:
-                self._fail(PeerError(f"it cannot be reached ({dialling.error})"))
+                self.lose(f"it cannot be reached ({dialling.error})")
                 return
             self._use(Channel(dialling.value))
             self._say(Greeting(self.theirs.token, self.mine.token))
@@ -176,7 +171,7 @@ class Link:
             if self.broken is not None:
                 return
         if self._channel.lost is not None:
-            self._fail(PeerError(self._channel.lost))
+            self.lose(self._channel.lost)
 
     def _use(self, channel: Channel) -> None:
         self._channel = channel
@@ -211,7 +206,7 @@ class Link:
             case KeepOpen(n):
                 self._receiver.take_answer(n, keep=True)
             case Bye(reason, kind):
-                self._fail(PeerError(reason or "the peer gave no reason", kind=kind))
+                self.cut(PeerError(reason or "the peer gave no reason", kind=kind))
 
     # Threads
 
@@ -225,18 +220,12 @@ class Link:
 
     # The end
 
-    def _fail(self, cause: KvxferError, says: str | None = None, kind: FailureKind = FailureKind.PEER_LOST) -> None:
-        """End everything. What NCCL has been given ends when its abort is over.
-
-        ``says``: what to tell the other side; if ``None``, there is nobody to tell.
-        """
-        if self.broken is not None:
-            return
-        self.broken = cause
+    def bye(self, cause: KvxferError, says: str | None) -> None:
+        """End everything. What NCCL has been given ends when its abort is over."""
         if says is None:
             self._hang_up()
         else:
-            self._bye = Bye(says[:500], kind)
+            self._bye = Bye(says[:500], self._blame)
         if self._dialling is not None:
             self._dialling.abandon(lambda sock: sock.close())
             self._dialling = None
@@ -244,7 +233,7 @@ class Link:
         for direction in (self._sender, self._receiver):
             untouched, touched, burial = direction.give_up()
             for post in untouched:
-                self._complete(Completion(post.number, self._error(post)))
+                self.end(post, cause)
             self._touched += [(post, burial) for post in touched]
         self._leave_by = time.monotonic() + self._options.init_timeout_s
         self._leave(self._leave_by)
@@ -293,24 +282,19 @@ class Link:
             self._channel.close()
             self._channel = None
 
-    def _settle(self) -> float | None:
+    def _settle(self, cause: KvxferError) -> float | None:
         """End batches whose abort is over, or takes too long; returns when the next one does."""
         waiting, self._touched = self._touched, []
         due = []
         for post, burial in waiting:
             if burial is None or burial.well:
-                self._complete(Completion(post.number, self._error(post)))
+                self.end(post, cause)
                 continue
             left = self._options.abort_timeout_s - burial.age
             if left > 0 and not burial.done:
                 self._touched.append((post, burial))
                 due.append(time.monotonic() + left + 0.001)
                 continue
-            self._complete(Completion(post.number, self._error(post), quiet=False))
+            self.end(post, cause, quiet=False)
             self._stuck.append((post, burial))
         return min(due, default=None)
-
-    def _error(self, post: Post) -> KvxferError:
-        assert self.broken is not None
-        what = f"{post.verb} of {post.nbytes} bytes (stream {post.stream}) with {self.theirs}"
-        return type(self.broken)(f"{what} failed: {self.broken}", kind=self.broken.kind)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from kvxfer.transport.contract import Completion, Verb
+from kvxfer.transport.contract import Verb
 from kvxfer_nccl.direction import OURS, Broken, Direction, Post, Tools
 from kvxfer_nccl.tasks import Task
 from kvxfer_nccl.wire import Id, KeepOpen, Opened, Ready, Received, Retire, Retired, Sent
@@ -113,7 +113,7 @@ class Sender(Direction):
                 return
             self.enqueued.popleft()
             self.moved = now
-            self.tools.complete(Completion(post.number))
+            self.tools.end(post)
 
     def _idle_enqueued(self) -> bool:
         return self.enqueued[0].stream > self._acked
@@ -202,7 +202,7 @@ class Receiver(Direction):
             self.enqueued.popleft()
             self._compared -= 1
             self.moved, last = now, post.stream
-            self.tools.complete(Completion(post.number))
+            self.tools.end(post)
         if last >= 0:
             self.tools.say(Received(last))
 

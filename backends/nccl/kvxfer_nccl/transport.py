@@ -170,23 +170,24 @@ class NcclTransport(Base[Endpoint, Link]):
         return link
 
     def drop_link(self, number: int, link: Link) -> None:
-        link.end(TransportError("the link was closed on this side"), "the other side closed the link")
+        link.cut(TransportError("the link was closed on this side"), "the other side closed the link")
         self._ending[number] = link
         self._wake(number)  # it may have ended before, and be over
 
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         runs = self.memories.runs(batch.local, batch.local_offsets, batch.lengths)
-        link.post(Post(number, batch.verb, batch.stream, runs, sum(n for _, n in runs), after))
+        link.submit(Post(number, after, batch.verb, batch.stream, runs, sum(n for _, n in runs)))
         self._step(batch.peer, time.monotonic())  # at once: a caller that submits several must not delay the first
         self._arm()
 
     def stop(self, number: int, link: Link) -> None:
         why = f"batch {number} was aborted on this side, which ends the link: NCCL aborts whole communicators"
-        link.end(TransportError(why), "the other side aborted a batch, which ends all of the link")
+        link.cut(TransportError(why), "the other side aborted a batch, which ends all of the link")
         self._wake(link.number)
 
     def batch_moved(self, number: int, link: Link) -> int:
-        return link.bytes_moved(number)
+        post = link.flights[number]
+        return link.direction(post.verb).bytes_moved(post)
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         now = time.monotonic()
@@ -206,7 +207,7 @@ class NcclTransport(Base[Endpoint, Link]):
             pass  # a thread that is about to wake us has done so, and none does from now on
         links = [*self.links.values(), *self._ending.values()]
         for link in links:
-            link.end(TransportError("the transport was closed on this side"), "the other side shut down")
+            link.cut(TransportError("the transport was closed on this side"), "the other side shut down")
         # A peer with which a communicator is being made may say nothing more. That must leave time for the aborts.
         now, most = time.monotonic(), self._options.abort_timeout_s
         leaving, until = links, now + most
