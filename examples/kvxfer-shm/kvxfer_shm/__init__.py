@@ -4,7 +4,6 @@
 import fcntl
 import os
 import struct
-import time
 from collections import deque
 from mmap import mmap
 from typing import Annotated
@@ -12,15 +11,14 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
-from kvxfer.backend import Base, EndpointBase, LivenessLinks, RunCursor
+from kvxfer.backend import Base, EndpointBase, LinkBase, LivenessLinks, RunCursor, Submitted
 from kvxfer.backend.door import DoorName
 from kvxfer.backend.endpoint import Token, new_token
-from kvxfer.errors import PeerError
 from kvxfer.settings import read
-from kvxfer.transport import Capabilities, Completion, Probe, Verb
+from kvxfer.transport import Capabilities, Probe, Verb
 
 PIECE = struct.Struct("<QQQ")  # stream, bytes of the batch, bytes of this piece: sent with its memory, answered by b"A"
-WINDOW, FENCE_S = 8, 0.001  # pieces unanswered; how often a fence is asked
+WINDOW = 8  # pieces unanswered
 
 
 class Options(Struct, frozen=True):
@@ -41,31 +39,48 @@ class Endpoint(EndpointBase, frozen=True):
 
 
 # --8<-- [start:half]
-class Half:
+class Half(Submitted):
     """A submitted batch."""
 
-    def __init__(self, number, batch, runs, after):
-        self.number, self.batch, self.cursor, self.after = number, batch, RunCursor(runs), after
-
-    def waits(self):
-        return self.after is not None and not self.after.passed()
+    def __init__(self, number, after, batch, runs):
+        super().__init__(number, after)
+        self.batch, self.cursor = batch, RunCursor(runs)
 
 
 # --8<-- [end:half]
 
 
 # --8<-- [start:link]
-class Link:
+class ShmLink(LinkBase):
     """``sends`` and ``recvs`` have bytes to be copied; ``answers``: the SEND that ends with each answer, if one does."""
 
-    def __init__(self, line):
-        self.line, self.broken = line, None
-        self.halves, self.sends, self.recvs, self.answers = {}, {}, {}, deque()
+    def __init__(self, lines, line, done):
+        super().__init__(done)
+        self.lines, self.line = lines, line
+        self.sends, self.recvs, self.answers = {}, {}, deque()
 
+    def greet(self):
+        return self.line.up
+
+    def failed(self, half, why):
+        return f"{half.batch.verb} of {half.batch.nbytes} bytes with {self.line.peer} failed: {why}"
+
+    def post(self, half):
+        (self.sends if half.batch.verb is Verb.SEND else self.recvs)[half.batch.stream] = half
+
+    def bye(self, cause, says):
+        """End all batches: nobody else has their memory, so they are quiet."""
+        self.lines.hang_up(self.line)
+        for half in list(self.flights.values()):
+            self.end(half, cause)
+
+    # --8<-- [end:link]
+
+    # --8<-- [start:fill]
     def fill(self, piece_bytes):
-        """Hand over the next piece of the first SEND, once the peer is known; returns whether there is one."""
+        """Hand over the next piece of the first SEND; returns whether there is one."""
         half = next(iter(self.sends.values()), None)
-        if half is None or not self.line.up or half.waits() or len(self.answers) == WINDOW:
+        if half is None or len(self.answers) == WINDOW:
             return False
         batch, cursor = half.batch, half.cursor
         nbytes, fd = min(cursor.left, piece_bytes), os.memfd_create("kvxfer-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -80,7 +95,7 @@ class Link:
         self.answers.append(None if cursor.left else self.sends.pop(batch.stream))
         return True
 
-    # --8<-- [end:link]
+    # --8<-- [end:fill]
 
     # --8<-- [start:empty]
     def empty(self):
@@ -91,7 +106,7 @@ class Link:
             return True, self.answers.popleft()
         stream, total, nbytes = PIECE.unpack(message)
         half = self.recvs.get(stream)
-        if half is None or half.waits():
+        if half is None:
             return False, None
         if total != half.batch.nbytes or not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError(f"stream {stream} has {total} bytes, not {half.batch.nbytes}, or its memory could vanish")
@@ -133,59 +148,45 @@ class ShmTransport(Base):
         self.lines.withdraw(mine.end)
 
     def make_link(self, number, mine, theirs):
-        return Link(self.lines.connect(mine.end, theirs.end, theirs.name, repr(theirs.agent), self.control))
+        line = self.lines.connect(mine.end, theirs.end, theirs.name, repr(theirs.agent), self.control)
+        return ShmLink(self.lines, line, self.complete)
 
     def drop_link(self, number, link):
-        self.fail(link, "the link was closed here")
+        link.lose("the link was closed here")
 
     # --8<-- [end:connect]
 
     # --8<-- [start:batches]
     def start(self, number, link, batch, after):
         runs = self.memories.runs(batch.local, batch.local_offsets, batch.lengths)
-        link.halves[number] = half = Half(number, batch, runs, after)
-        (link.sends if batch.verb is Verb.SEND else link.recvs)[batch.stream] = half
+        link.submit(Half(number, after, batch, runs))
 
     def stop(self, number, link):
-        self.fail(link, "aborted here, with all that was in flight on its link")
+        link.lose("aborted here, with all that was in flight on its link")
 
     # --8<-- [end:batches]
 
     # --8<-- [start:advance]
     def advance(self, readable):
         self.lines.handle(readable)
-        # Asked before the steps: a fence that passes meanwhile is asked about once more, and not forgotten.
-        fenced = any(half.waits() for link in self.links.values() for half in link.halves.values())
-        more = [link for link in self.links.values() if self.step(link)]
-        if more or fenced:
-            self.wakeup.at(time.monotonic() + (0 if more else FENCE_S))
+        if [link for link in self.links.values() if link.broken is None and self.step(link)]:
+            self.wakeup.set()
 
     def step(self, link):
         """Go on with a link; returns whether there was something to do."""
-        if link.broken is not None:
-            return self.fail(link, str(link.broken))
         try:
             more, ended = link.empty() if link.line.heard else (False, None)
             more |= link.fill(self.options.piece_bytes)
         except (OSError, ValueError, LookupError, struct.error) as e:
-            return self.fail(link, str(e))
+            link.lose(str(e))
+            return False
         if ended is not None:
-            self.complete(Completion(link.halves.pop(ended.number).number))
-        return more if more or link.line.down is None else self.fail(link, link.line.down)
-
-    # --8<-- [end:advance]
-
-    # --8<-- [start:fail]
-    def fail(self, link, why):
-        """End a link with all batches on it. Nobody else has their memory, so they are quiet."""
-        link.broken = link.broken or PeerError(why)
-        self.lines.hang_up(link.line)
-        for number, half in link.halves.items():
-            what = f"{half.batch.verb} of {half.batch.nbytes} bytes with {link.line.peer}"
-            self.complete(Completion(number, PeerError(f"{what} failed: {why}")))
-        link.halves.clear()
+            link.end(ended)
+        if not more and link.line.down is not None:
+            link.lose(link.line.down)
+        return more
 
     def shut_down(self):
         self.lines.close()
 
-    # --8<-- [end:fail]
+    # --8<-- [end:advance]
