@@ -156,6 +156,7 @@ class CmaTransport(Base[Endpoint, Link]):
         self._lines.close()
         self._pool.close()
         self._copies.clear()
+        self._ends.clear()
 
     def _steps(self, until: float) -> bool:
         """Give copies a step each, one after the other, while there is time. True if any of them can go on at once."""
