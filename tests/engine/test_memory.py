@@ -12,7 +12,7 @@ from kvxfer.geometry import Cache
 from kvxfer.testing.engine import PagedEngine, PagedMemory, until
 
 TOKENS = 4
-CONFIG = {"transfer_timeout": 60.0}
+CONFIG = {"transfer_timeout": 4.0}
 
 
 @pytest.fixture
