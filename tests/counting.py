@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -18,9 +19,11 @@ def calls(do: Callable[[], object]) -> int:
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.disable()  # when it runs, and what it calls then, is no part of it
     sys.setprofile(hook)
     try:
         do()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return count
