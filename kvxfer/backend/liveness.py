@@ -183,16 +183,27 @@ class LivenessLinks:
         end.down = end.down or f"the link to {end.peer} was closed on this side"
         self._detach(end)
 
-    def handle(self, readable: Iterable[object]) -> None:
-        """Handle the sockets that ``wakeup`` named: new connections, and messages or ends of others."""
+    def handle(self, readable: Iterable[object]) -> list[Liveness]:
+        """Handle the sockets that ``wakeup`` named: new connections, and messages or ends of others.
+
+        Returns:
+            The ends that these have heard something of; some may be ``down``.
+        """
+        heard = []
         for source in readable:
             stranger = self._door.answer(source)
             if stranger is not None:
-                self._hear(stranger)
+                end = self._hear(stranger)
             elif isinstance(source, Liveness):
                 source.check()
-                if source.down is not None:
-                    self._detach(source)
+                end = source
+            else:
+                continue
+            if end is not None:
+                heard.append(end)
+                if end.down is not None:
+                    self._detach(end)
+        return heard
 
     def close(self) -> None:
         for end in list(self._offered.values()):
@@ -202,7 +213,7 @@ class LivenessLinks:
             early.close()
         self._door.close()
 
-    def _hear(self, stranger: socket.socket) -> None:
+    def _hear(self, stranger: socket.socket) -> Liveness | None:
         try:
             said = stranger.recv(_GREETING + 1)
         except OSError:
@@ -210,12 +221,13 @@ class LivenessLinks:
         mine, theirs, control = said[:LINK_BYTES], said[LINK_BYTES : 2 * LINK_BYTES], said[2 * LINK_BYTES :]
         if len(said) != _GREETING or mine not in self._offered or mine in self._early:
             stranger.close()  # no link of ours; it sees the socket close
-            return
+            return None
         end = self._offered[mine]
         if end is None:
             self._early[mine] = theirs, control, stranger
         else:
             self._announced(end, theirs, control, stranger)
+        return end
 
     def _announced(self, end: Liveness, theirs: bytes, control: bytes, heard: socket.socket) -> None:
         if theirs != end.theirs or end.up or end.down is not None or not _comes_from(heard, end.process):

@@ -174,3 +174,21 @@ def test_a_peer_of_another_control_connection_is_served_nothing(shared: World) -
     links = a.transport.connect_over(mine, theirs, b"one"), b.transport.connect_over(theirs, mine, b"two")
     shared.run(0.1)
     assert a.transport.lost(links[0]) is not None and b.transport.lost(links[1]) is not None
+
+
+def test_a_peer_that_says_it_belongs_to_another_control_connection_is_lost_at_once(
+    shared: World, victim: LocalParticipant
+) -> None:
+    """And it keeps its own sockets open, so that nothing else tells of it."""
+    wakeup = Wakeup()
+    lines = LivenessLinks("cma", wakeup)
+    mine, theirs = Endpoint("a stranger", new_token(), lines.name, True), victim.endpoint()
+    lines.offer(mine.link)
+    link = victim.transport.connect_over(theirs, mine.encode(), b"one")
+    there = Endpoint.decode(theirs)
+    lines.connect(mine.link, there.link, there.line, there.agent, b"two")
+    shared.run(0.05)
+    lost = victim.transport.lost(link)
+    assert lost is not None and "control connection" in lost.detail
+    lines.close()
+    wakeup.close()

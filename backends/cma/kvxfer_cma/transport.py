@@ -135,10 +135,9 @@ class CmaTransport(Base[Endpoint, Link]):
 
     def _listen(self, readable: AbstractSet[Hashable]) -> bool:
         """Take in what peers say, and answer those that ask for our memory; return whether any has said something."""
-        self._lines.handle(readable)
         heard = False
-        for source in readable:
-            link = self._ends.get(source.mine) if isinstance(source, Liveness) else None
+        for end in self._lines.handle(readable):
+            link = self._ends.get(end.mine)
             if link is None or link.broken is not None:
                 continue
             heard |= bool(link.liveness.heard)

@@ -155,10 +155,9 @@ class CudaIpcTransport(Base[Endpoint, Link]):
         link.stop(link.flights[number], aborted)
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
-        self._liveness.handle(readable)
-        for source in readable:
-            if source in self._ends and (down := self._ends[source].liveness.down) is not None:
-                self._ends[source].lose(down)
+        for end in self._liveness.handle(readable):
+            if end in self._ends and end.down is not None:
+                self._ends[end].lose(end.down)
         over = self._over()
         for job in list(self._jobs):
             job.go_on()
