@@ -180,10 +180,10 @@ gpu: gpu-install gpu-tests gpu-transfers gpu-engines gpu-trouble
 
 gpu-install:
 	$(GPU_PYTHON) -c 'import vllm, torch; assert torch.cuda.is_available(), "torch finds no GPU"'
-	$(GPU_PYTHON) -m pip install -q '.[cli]' $(patsubst %,./backends/%,tcp zmq $(GPU_BACKENDS)) ./benchmarks ./testing './connectors/vllm[demo]' pytest-timeout pytest-xdist hypothesis
+	$(GPU_PYTHON) -m pip install -q '.[cli]' $(patsubst %,./backends/%,tcp zmq $(GPU_BACKENDS)) ./benchmarks ./testing './connectors/vllm[demo]' pytest-timeout pytest-xdist hypothesis nvidia-ml-py
 
-# Four minutes on one H200; with several GPUs, what needs two as well. For the rest: make gpu-tests GPU_TESTS='--all gpu gpu-ucx gpus'.
-GPU_TESTS ?= gpu gpu-ucx $(if $(findstring $(COMMA),$(GPUS)),gpus)
+# Four minutes on one H200; with several GPUs, what needs two as well. For the rest: make gpu-tests GPU_TESTS='--all gpu gpu-ucx gpus gpus-alone'.
+GPU_TESTS ?= gpu gpu-ucx $(if $(findstring $(COMMA),$(GPUS)),gpus gpus-alone)
 gpu-tests:
 	WORKERS=8 $(GPU_PYTHON) -m tests.layers $(GPU_TESTS)
 

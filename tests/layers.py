@@ -57,7 +57,9 @@ LAYERS = {
     "servers": Layer("tests/e2e", keep=0, beside=0),
     "gpu": Layer("tests/gpu tests/backends/test_nixl.py tests/memory/test_between.py", needs="gpu"),
     "gpu-ucx": Layer("tests/backends/test_ucx.py", needs="gpu"),
-    "gpus": Layer("tests/gpu", needs="gpus"),
+    "gpus": Layer("tests/gpu --ignore tests/gpu/test_dead_peers.py", needs="gpus"),
+    # It measures what is in use of a whole GPU.
+    "gpus-alone": Layer("tests/gpu/test_dead_peers.py", beside=0, needs="gpus"),
 }
 
 

@@ -86,7 +86,8 @@ class Impostor:
 class Faults(Suite):
     """``pipe``: the class that fulfils ``Pipe``. ``peers``: how many join and leave, ``loops``: how often.
 
-    ``moment_s``: a step of making a communicator takes no less. ``spared``: how much more of each of ``used`` may be in use in the end.
+    ``moment_s``: a step of making a communicator takes no less. ``idle_s``: how long one rests before it is closed. ``spared``: how much
+    more of each of ``used`` may be in use in the end.
     """
 
     __test__ = False
@@ -96,17 +97,19 @@ class Faults(Suite):
     peers: ClassVar[int] = 20
     loops: ClassVar[int] = 5
     moment_s: ClassVar[float] = 0.002
+    idle_s: ClassVar[float] = 1.0
     spared: ClassVar[tuple[int, ...]] = 0, 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__test__ = hasattr(cls, "pipe")
 
-    def participant(self, world: World, **options: Any) -> LocalParticipant:
+    def participant(self, world: World, nbytes: int = 4 << 20, **options: Any) -> LocalParticipant:
         """One with options of its own."""
-        participant = LocalParticipant(self.backend, {**self.options, **options}, f"special-{options}", world._device())
+        options = {**self.options, **options}
+        participant = LocalParticipant(self.backend, options, world._name("special"), world._device())
         world.adopt(participant)
-        participant.allocate([4 << 20], 3)
+        participant.allocate([nbytes], 3)
         return participant
 
     @pytest.fixture
@@ -283,7 +286,7 @@ class Faults(Suite):
         world.succeed(*started)
 
     def test_idle_communicators_are_closed_and_made_anew(self, world: World) -> None:
-        a, b = self.participant(world, idle_close_s=1.0), self.participant(world, idle_close_s=1.0)
+        a, b = self.participant(world, idle_close_s=self.idle_s), self.participant(world, idle_close_s=self.idle_s)
         link = world.link(a, b)
         for _ in range(3):
             world.move(link, TransferMode.SEND, a, b, LARGE)
@@ -443,8 +446,7 @@ class Faults(Suite):
 
     def test_peers_join_and_leave_without_a_trace(self, world: World) -> None:
         """Device memory, descriptors and threads are what they were."""
-        hub = world.local()
-        world.allocate(hub)
+        hub = self.peer(world)
 
         def loop() -> None:
             peers: list[Participant] = [self.peer(world) for _ in range(self.peers)]
@@ -467,9 +469,8 @@ class Faults(Suite):
         world.wait_for(lambda: self.released(before), "the release")
 
     def peer(self, world: World) -> LocalParticipant:
-        participant = world.local()
-        participant.allocate([10_000], 1)
-        return participant
+        """One with time for all communicators that are made at once."""
+        return self.participant(world, 10_000, init_timeout_s=60.0)
 
     def used(self) -> tuple[int, ...]:
         """What must not grow."""

@@ -1,11 +1,13 @@
-"""Caches of ``tests/geometry/layouts.py`` in a GPU's memory."""
+"""Caches of ``tests/geometry/layouts.py`` in a GPU's memory, and how much of it this process has."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
 import numpy as np
+import pynvml
 import torch
 
 from kvxfer import memory
@@ -30,3 +32,11 @@ class OnDevice:
         if self.image.is_cuda:
             torch.cuda.synchronize(self.image.device)
         return self.image.cpu().numpy()
+
+
+def used() -> tuple[int, ...]:
+    """Return how many bytes of each GPU this process has: others, of tests that run beside this one, take and free some all the time."""
+    pynvml.nvmlInit()
+    handles = (pynvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in range(torch.cuda.device_count()))
+    here = (pynvml.nvmlDeviceGetComputeRunningProcesses(handle) for handle in handles)
+    return tuple(sum(each.usedGpuMemory for each in processes if each.pid == os.getpid()) for processes in here)

@@ -25,6 +25,7 @@ from kvxfer_nccl.library import NcclPipe
 from kvxfer_nccl.options import Options
 from tests.backends.nccl_faults import SMALL, Faults, open_pipes
 from tests.conftest import require
+from tests.gpu.device import used
 
 require("nccl")
 
@@ -41,8 +42,8 @@ class TwoGpus(World):
     def _device(self) -> str:
         return "cuda:1" if self._remote or any(not one.closed for one in self._local) else "cuda:0"
 
-    def local(self, device: str | None = None) -> LocalParticipant:
-        return super().local(None if device == "cuda:0" else device)  # of a kind, then, and not of this GPU
+    def local(self, device: str | None = None, name: str | None = None) -> LocalParticipant:
+        return super().local(None if device == "cuda:0" else device, name)  # of a kind, then, and not of this GPU
 
 
 class TestCuda(ConformanceSuite):
@@ -66,6 +67,7 @@ class TestFaults(Faults):
     patience_s = 60.0
     loops = 2
     moment_s = 0.006
+    idle_s = 4.0
     spared: ClassVar[tuple[int, ...]] = 0, 0, 64, 64
     """MiB of either GPU: a communicator takes 200 and more, and CUDA keeps a few once several have been open at once."""
 
@@ -76,9 +78,7 @@ class TestFaults(Faults):
         world.close()
 
     def used(self) -> tuple[int, ...]:
-        free = [torch.cuda.mem_get_info(d)[0] for d in (0, 1)]
-        descriptors, threads = super().used()
-        return descriptors, threads, *(-(f // MIB) for f in free)
+        return *super().used(), *(nbytes // MIB for nbytes in used())
 
 
 class Figures(Suite):
@@ -126,10 +126,10 @@ def participant(world: World, nbytes: int, **options: Any) -> LocalParticipant:
     return made
 
 
-def free() -> list[int]:
+def taken() -> tuple[int, ...]:
     gc.collect()
     torch.cuda.empty_cache()
-    return [torch.cuda.mem_get_info(d)[0] for d in (0, 1)]
+    return used()
 
 
 def rate(world: World, link: Any, a: LocalParticipant, b: LocalParticipant, size: int, count: int) -> float:
@@ -178,15 +178,15 @@ def raw(a: LocalParticipant, b: LocalParticipant, channels: int, sizes: list[int
 def test_memory_and_speed_by_channels(world: World, channels: int) -> None:
     """Printed for the documentation: what a communicator takes on either GPU, and how fast it is."""
     a, b = (participant(world, 1 << 30, channels=channels, idle_close_s=3600) for _ in range(2))
-    before, taken, links = free(), [], []
+    before, each, links = taken(), [], []
     with Heart() as heart:
         for _ in range(4):
             link = world.link(a, b)
             begun = time.perf_counter()
             world.succeed(link.start(TransferMode.SEND, a, b, SMALL))
             first = time.perf_counter() - begun
-            now = free()
-            taken.append([f"{(x - y) / MIB:.0f}" for x, y in zip(before, now, strict=True)])
+            now = taken()
+            each.append([f"{(y - x) / MIB:.0f}" for x, y in zip(before, now, strict=True)])
             before = now
             links.append(link)
     alone = raw(a, b, channels, [8 * MIB, 128 * MIB, 1 << 30])
@@ -196,10 +196,10 @@ def test_memory_and_speed_by_channels(world: World, channels: int) -> None:
             a.disconnect(link.peers[a.name])
             b.disconnect(link.peers[b.name])
         world.wait_for(lambda: not a.transport._ending and not b.transport._ending, "aborts")  # type: ignore[attr-defined]
-    after = free()
+    after = taken()
     print(
-        f"\nchannels {channels}: MiB on (sender, receiver) GPU, first to fourth communicator {taken}, "
-        f"still taken after all are closed {[round((x - y) / MIB) for x, y in zip(before, after, strict=True)]} "
+        f"\nchannels {channels}: MiB on (sender, receiver) GPU, first to fourth communicator {each}, "
+        f"still taken after all are closed {[round((y - x) / MIB) for x, y in zip(before, after, strict=True)]} "
         f"(negative: given back); first message {first * 1e3:.0f} ms; "
         f"GB/s 16 x 8 MiB {speeds[0]}, 128 MiB {speeds[1]}, 1 GiB {speeds[2]}; "
         f"NCCL alone, one message at a time, 8 MiB, 128 MiB, 1 GiB: {', '.join(alone)}; "
@@ -211,14 +211,14 @@ def test_an_idle_communicator_gives_its_memory_back(world: World) -> None:
     """With the settings as shipped, on either GPU, besides what NCCL takes once for a process."""
     a, b = (participant(world, MIB) for _ in range(2))
     world.succeed(world.link(a, b).start(TransferMode.SEND, a, b, SMALL))
-    before = free()
+    before = taken()
     links = [world.link(a, b) for _ in range(4)]
     world.succeed(*(link.start(TransferMode.SEND, a, b, SMALL) for link in links))
-    took = [(x - y) / 4 / MIB for x, y in zip(before, free(), strict=True)]
+    took = [(y - x) / 4 / MIB for x, y in zip(before, taken(), strict=True)]
     print(f"\nMiB a communicator on (sender, receiver) GPU, {Options().channels} channels: {took}")
     world.wait_for(lambda: open_pipes(a) == open_pipes(b) == 0, "the closing of idle communicators")
     world.run(1.0)
-    left = [(x - y) / 4 / MIB for x, y in zip(before, free(), strict=True)]
+    left = [(y - x) / 4 / MIB for x, y in zip(before, taken(), strict=True)]
     print(f"MiB a communicator after {Options().idle_close_s:g} s without a transfer: {left}")
     assert max(left) <= 1, f"{left} MiB a communicator are not given back"
 

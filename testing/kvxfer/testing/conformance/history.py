@@ -72,8 +72,8 @@ class History:
         self._dice = np.random.default_rng(seed)
         self._fills = 0
         self._fences: list[HostFence] = []
-        peer = world.other()
-        self._hub, *self._peers = self._sides = [HistorySide(p) for p in (world.local(), peer, world.other(peer.name))]
+        hub, peer = world.local(), world.other()  # the first is on a device of its own
+        self._hub, *self._peers = self._sides = [HistorySide(p) for p in (hub, peer, world.other(peer.name))]
         for side in self._sides:
             for _ in range(2 if side is self._hub else 1):
                 self._fill(side, side.participant.allocate_untouched(SIZES))
