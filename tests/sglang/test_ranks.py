@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer import BlockTable, Ended, Failure, FailureKind, Outcome, Released, Source, Ticket, TransferId
+from kvxfer import BlockTable, Ended, Failure, FailureKind, Handle, Outcome, Released, Source, Ticket, TransferId
 from kvxfer_sglang.decode import DecodeRank
 from kvxfer_sglang.identity import request_digest
 from kvxfer_sglang.notes import AttemptFailed, PagesOffered, PagesWanted
@@ -17,6 +17,7 @@ from kvxfer_sglang.prefill import MAX_REMEMBERED, PrefillRank
 from kvxfer_sglang.states import States
 
 ROOM, PAGE, HERE = 77, 16, Source("10.0.0.1", 4000, 5)
+OFFER = Handle(f"room {ROOM}")
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 LOST = Outcome(Failure(FailureKind.PEER_LOST, "it is gone"))
 
@@ -134,8 +135,8 @@ def test_pages_are_given_up_that_decode_asks_for_before_they_are_offered(manager
     ticket = Ticket.read(manager.done.pop()[1].ticket)
     rank.withdraw(ROOM, "no more")
     assert manager.called() == ["revoke", "tell"] and manager.done[0][1][0] == ticket.transfer
-    rank.heard(Ended("producer", ticket.transfer, "", LOST, 0, 0.0))
-    rank.heard(Released("producer", ticket.transfer, ""))
+    rank.heard(Ended("producer", ticket.transfer, OFFER, LOST, 0, 0.0))
+    rank.heard(Released("producer", ticket.transfer, OFFER))
     assert manager.called() == ["revoke", "tell"]
 
 
@@ -183,9 +184,9 @@ def test_an_abort_of_a_request_that_prefill_has_let_go_of_is_of_no_later_one(man
 
 def test_sglang_has_its_pages_back_once_they_are_released(manager: Manager) -> None:
     rank, transfer = prefilling(manager)
-    rank.heard(Ended("producer", transfer, "", Outcome(), 0, 0.0))
+    rank.heard(Ended("producer", transfer, OFFER, Outcome(), 0, 0.0))
     assert not manager.done
-    rank.heard(Released("producer", transfer, ""))
+    rank.heard(Released("producer", transfer, OFFER))
     assert manager.done == [("state", SUCCESS)]
 
 
@@ -196,8 +197,8 @@ def test_the_end_of_what_was_given_up_is_not_that_of_the_next(manager: Manager) 
     rank.wanted(PagesWanted(ROOM, 10, "10.0.0.2", 5000, 0, 1))
     rank.begin(ROOM, 1)
     manager.done.clear()
-    rank.heard(Ended("producer", transfer, "", LOST, 0, 0.0))
-    rank.heard(Released("producer", transfer, ""))
+    rank.heard(Ended("producer", transfer, OFFER, LOST, 0, 0.0))
+    rank.heard(Released("producer", transfer, OFFER))
     assert not manager.done
 
 

@@ -53,9 +53,22 @@ class _Sending:
     ended: Ended | None = None
 
     @property
+    def handle(self) -> Handle:
+        """The name of its offer."""
+        return _handle(self.room)
+
+    @property
     def staged(self) -> bool:
         """Whether decode has pipeline stages: each of them hears from one stage here alone, which must then send the metadata."""
         return any(note.stages > 1 for note in self.wanted)
+
+
+@dataclass(frozen=True)
+class _Word:
+    """Why a request is over of which one side has not heard yet."""
+
+    reason: str
+    aborted: bool  # by decode, before the request was here; otherwise dropped here, before decode had asked for it
 
 
 class PrefillRank:
@@ -65,11 +78,8 @@ class PrefillRank:
         self._manager = manager
         self._rank: EngineRank
         self._lock = threading.Lock()
-        self._sendings: dict[int, _Sending] = {}  # by room
-        self._offered: dict[TransferId, _Sending] = {}  # until released
-        self._dropped: dict[int, str] = {}  # rooms that no decode rank had asked for yet, the oldest first
-        # Rooms that decode aborted before their requests were here, the oldest first.
-        self._aborted: dict[int, str] = {}
+        self._sendings: dict[Handle, _Sending] = {}  # one of each room
+        self._words: dict[int, _Word] = {}  # by room, the oldest first
         self._count = 0
 
     def start(self, rank: EngineRank) -> None:
@@ -84,9 +94,11 @@ class PrefillRank:
 
         manager = self._manager
         with self._lock:
-            self._aborted.pop(note.room, None)  # that was another request
-            status = manager.request_status.get(note.room)
-            dropped = self._dropped.get(note.room) if status is None else None
+            status, word = manager.request_status.get(note.room), self._words.get(note.room)
+            if word is not None and word.aborted:
+                del self._words[note.room]  # that was another request
+                word = None
+            dropped = word.reason if word is not None and status is None else None
             if dropped is None and status in (None, KVPoll.Bootstrapping):
                 known = manager.transfer_infos.setdefault(note.room, {})
                 known[note.endpoint, note.dst_port] = note
@@ -103,16 +115,15 @@ class PrefillRank:
     def expect(self, room: int) -> None:
         """Record that a request begins, whose room may have been that of another; it fails if decode has aborted it before."""
         with self._lock:
-            self._dropped.pop(room, None)
-            aborted = self._aborted.pop(room, None)
-        if aborted is not None:
-            self._manager.fail(room, aborted)
+            word = self._words.pop(room, None)
+        if word is not None and word.aborted:
+            self._manager.fail(room, word.reason)
 
     def drop(self, room: int, reason: str) -> None:
         """Give a request up, and tell it to decode ranks that ask for it from now on."""
         self.withdraw(room, reason)
         with self._lock:
-            _remember(self._dropped, room, reason)
+            self._remember(room, _Word(reason, aborted=False))
 
     def begin(self, room: int, pages: int) -> None:
         """Name the transfer of a request, of which ``pages`` pages are to be sent, and tell decode of it.
@@ -124,7 +135,8 @@ class PrefillRank:
             self._count += 1
             known = tuple(self._manager.transfer_infos.get(room, {}).values())
             transfer = TransferId.mint(self._rank.source.epoch, f"sglang-{room}-{self._count}")
-            self._sendings[room] = sending = _Sending(room, transfer, pages, known)
+            sending = _Sending(room, transfer, pages, known)
+            self._sendings[sending.handle] = sending
             moves, digest = self._moves(sending), self._digest(sending)
         if moves:
             self._tell(sending, ticket=Ticket(transfer, digest, self._rank.source).text)
@@ -152,7 +164,7 @@ class PrefillRank:
 
         manager, failure = self._manager, ""
         with self._lock:
-            sending = self._sendings.get(room)
+            sending = self._sendings.get(_handle(room))
             if sending is None or manager.request_status.get(room) in (None, KVPoll.Failed):
                 return
             sending.pages += pages
@@ -180,7 +192,7 @@ class PrefillRank:
         This does no harm if the transfer has ended or has never begun.
         """
         with self._lock:
-            sending = self._sendings.pop(room, None)
+            sending = self._sendings.pop(_handle(room), None)
             known = sending.wanted if sending else tuple(self._manager.transfer_infos.get(room, {}).values())
             if sending is not None and sending.ended is None:  # decode may ask for what is not offered yet
                 with suppress(ClosedError):  # its transfers have ended
@@ -194,8 +206,8 @@ class PrefillRank:
 
         with self._lock:  # SGLang makes a state before `expect` is called
             status = self._manager.request_status.get(room)
-            if status is None and room not in self._dropped:
-                _remember(self._aborted, room, reason)
+            if status is None and room not in self._words:
+                self._remember(room, _Word(reason, aborted=True))
         if status not in (None, KVPoll.Success):
             self._manager.fail(room, reason)
             self.withdraw(room, reason)
@@ -203,7 +215,7 @@ class PrefillRank:
     def given_up(self, note: AttemptFailed) -> None:
         """Record that another prefill rank has given a request up, as a decode rank tells us."""
         with self._lock:
-            sending = self._sendings.get(note.room)
+            sending = self._sendings.get(_handle(note.room))
             known = sending.wanted if sending else tuple(self._manager.transfer_infos.get(note.room, {}).values())
         if any(wanted.attempt == note.attempt for wanted in known):
             self.aborted(note.room, note.reason)
@@ -211,23 +223,20 @@ class PrefillRank:
     def forget(self, room: int) -> None:
         """Record that SGLang is done with a request that went well."""
         with self._lock:
-            self._sendings.pop(room, None)
+            self._sendings.pop(_handle(room), None)
 
     def heard(self, event: Event) -> None:
         """Process an event of a transfer; SGLang is told how it ended once nothing reads its pages any more."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         with self._lock:
-            sending = self._offered.get(event.transfer)
-            if sending is None:
-                return
+            sending = self._sendings.get(event.handle)
+            if sending is None or sending.transfer != event.transfer:
+                return  # given up before
             if isinstance(event, Ended):
                 sending.ended = event
             if not isinstance(event, Released) or sending.ended is None:
                 return
-            del self._offered[event.transfer]
-            if self._sendings.get(sending.room) is not sending:
-                return  # given up before
             outcome = sending.ended.outcome
             if outcome.delivered:
                 self._manager.update_status(sending.room, KVPoll.Success)
@@ -261,14 +270,16 @@ class PrefillRank:
             table,
             last,
             payload=aux,
-            handle=Handle(f"room {sending.room}"),
+            handle=sending.handle,
         )
         self._rank.agent.offer(offer, after)
-        self._offered[sending.transfer] = sending
+
+    def _remember(self, room: int, word: _Word) -> None:
+        """Keep a word for the side that has not heard it yet, and forget the oldest one if there are too many."""
+        self._words[room] = word
+        if len(self._words) > MAX_REMEMBERED:
+            del self._words[next(iter(self._words))]
 
 
-def _remember(rooms: dict[int, str], room: int, reason: str) -> None:
-    """Add a room to those remembered, and forget the oldest one if there are too many."""
-    rooms[room] = reason
-    if len(rooms) > MAX_REMEMBERED:
-        del rooms[next(iter(rooms))]
+def _handle(room: int) -> Handle:
+    return Handle(f"room {room}")
