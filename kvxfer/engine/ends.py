@@ -2,17 +2,17 @@
 
 When a load fails, some of its blocks may still be written to. The engine is told of the failure at once and goes on with
 other blocks, while these stay pinned until all ranks have reported them quiet. A rank may report an end twice, by the side channel
-and with a step; the first report counts.
+and with a step; the first report counts. Of a sync load the engine is told by what ``loadable`` returns, and no report names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvxfer.engine.paces import LinkPaces
 from kvxfer.engine.pins import BlockPins
-from kvxfer.engine.trace import Trace
+from kvxfer.engine.stories import Stories
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Generation, RequestId
 from kvxfer.logs import logger
@@ -43,18 +43,22 @@ class Update:
     short: Mapping[RequestId, int] = field(default_factory=dict)
 
 
-def disagreement(generations: Iterable[Generation]) -> Failure:
-    """Return the failure of a load that was delivered on every rank, but of these generations."""
+def _disagreement(generations: Collection[Generation]) -> Failure | None:
+    """Return the failure of a load of which the ranks were delivered these generations; None if they go together."""
+    if len(generations) < 2:
+        return None
     named = " and ".join(map(str, sorted(generations)))
     detail = f"the producer recomputed it meanwhile, and the ranks here hold different generations: {named}"
     return Failure(FailureKind.REVOKED, detail)
 
 
 class LoadEnds:
-    """Joins what the ranks of one engine report of its async loads."""
+    """Joins what the ranks of one engine report of its loads."""
 
-    def __init__(self, schedule: FetchSchedule, pins: BlockPins, ranks: int, paces: LinkPaces, trace: Trace) -> None:
-        self._schedule, self._pins, self._ranks, self._paces, self._trace = schedule, pins, ranks, paces, trace
+    def __init__(
+        self, schedule: FetchSchedule, pins: BlockPins, ranks: int, paces: LinkPaces, stories: Stories
+    ) -> None:
+        self._schedule, self._pins, self._ranks, self._paces, self._stories = schedule, pins, ranks, paces, stories
         self._over: list[Load] = []  # those of which the engine is to be told
         self._reported_soon = False  # whether a rank has announced an end since then that only a step reports
 
@@ -63,30 +67,29 @@ class LoadEnds:
         """Whether a load has ended, as the side channel says, and no report has been processed since."""
         return bool(self._over) or self._reported_soon
 
-    def came(self, load: Load, result: RankResult) -> None:
-        """Record that a load has ended on one rank. The step says so as well, and alone what a rank may quarantine."""
-        if result.failure is not None or not result.quiet or result.short is not None:
-            self._reported_soon = True
-        else:
-            self.reported(load, result)
-
-    def reported(self, load: Load, result: RankResult) -> None:
-        """Record how a load has ended on one rank."""
-        known = load.results.get(result.rank)
-        if (known is not None and known.quiet) or not (load.under_way or load.state is _S.UNQUIET):
+    def take_in(self, load: Load, result: RankResult, *, ahead: bool) -> None:
+        """Record how a load has ended on one rank; ``ahead``: the side channel says so, before the rank's step does."""
+        if ahead and not load.is_sync and (result.failure is not None or not result.quiet or result.short is not None):
+            self._reported_soon = True  # what a rank may quarantine, its step alone says
             return
-        writing = load.writing
+        known = load.results.get(result.rank)
+        if not load.expects_results or (known is not None and known.quiet):
+            return
         load.results[result.rank] = result
-        if load.under_way:
-            load.failure = load.failure or result.failure
-            if load.writing and not writing:
-                # The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
-                load.pinned = self._pins.keep(load, load.blocks.ids())
-                self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
-            if len(load.results) >= self._ranks and (load.pinned or not load.writing):
-                self._over.append(load)
-        if writing and not load.writing:
-            self._schedule.on(load, _E.QUIET)
+        load.failure = load.failure or result.failure or _disagreement(load.generations)
+        quiet = load.quiet(self._ranks)
+        if load.is_sync and (quiet or load.failure is not None):
+            self._tell(load)
+        if load.writing and not load.pinned:
+            # The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
+            load.pinned = self._pins.keep(load, load.blocks.ids())
+        if load.under_way and len(load.results) >= self._ranks and (load.pinned or not load.writing):
+            self._over.append(load)  # first, so that the engine is told of it whatever a table refuses
+        if load.failure is not None:
+            self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
+        if quiet and not load.under_way:
+            self._check_asked(load)
+            self._schedule.on(load, _E.ARRIVED if load.state is _S.AHEAD else _E.QUIET)
 
     def update(self, told: bool) -> Update:
         """Return what has become of the loads that are over on all ranks, as far as the engine has not been told.
@@ -101,27 +104,21 @@ class LoadEnds:
         """End these loads, which are over on all ranks; return what the engine is told of that."""
         loaded, failed, shorter = set(), {}, {}
         for load in loads:
-            request, stages = load.request, load.stages
-            if load.failure is None and len(load.generations) > 1:
-                load.failure = disagreement(load.generations)
-            if load.failure is not None and load.unasked(self._ranks):
-                self._schedule.unasked(load)
+            request = load.request
+            self._check_asked(load)
             if not self._moved(load):
                 if load.writing:
                     continue  # it is told once its blocks are quiet
                 self._schedule.force(load, _S.CLOSED)
             if load.failure is not None:
                 failed[request] = load.failure
-                self._paces.failed(load.wanted.source)
             else:
                 loaded.add(request)
                 if load.short is not None:
                     shorter[request] = load.short
                     what = "request %s was loaded up to token %d, where its producer gave up"
                     log.warning(what, printable(request), load.short)
-                elif stages is not None:
-                    self._paces.delivered(load.wanted.source, load.end - load.start, stages.moving)
-            self._trace.write(load)
+            self._tell(load)
         return Update(frozenset(), frozenset(loaded), failed, shorter)
 
     def _moved(self, load: Load) -> bool:
@@ -131,3 +128,19 @@ class LoadEnds:
             return True
         load.failure = load.failure or Failure(FailureKind.MISUSE, "a bug of kvxfer's has ended it")
         return False
+
+    def _check_asked(self, load: Load) -> None:
+        """Have the producer of a load told that nobody comes, if no rank has asked it."""
+        if load.failure is not None and load.unasked(self._ranks):
+            self._schedule.unasked(load)
+
+    def _tell(self, load: Load) -> None:
+        """Tell, once, how a load has ended, and learn from it how fast its link is."""
+        if load.over_at:
+            return
+        source, stages = load.wanted.source, load.stages
+        if load.failure is not None:
+            self._paces.failed(source)
+        elif load.short is None and stages is not None:
+            self._paces.delivered(source, load.end - load.start, stages.moving)
+        self._stories.load_ended(load)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvxfer import arguments, clock
 from kvxfer.config import Config
 from kvxfer.engine.alone import Alone
@@ -11,9 +9,10 @@ from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import LoadEnds, Update
 from kvxfer.engine.exchange import Report
 from kvxfer.engine.notices import Notices
+from kvxfer.engine.paces import LinkPaces
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
-from kvxfer.engine.trace import Trace
+from kvxfer.engine.stories import Stories
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
 from kvxfer.identity import Source, TransferId
@@ -45,15 +44,15 @@ class Loads:
         ranks: int,
         dispatch: Dispatch,
         notices: Notices,
-        trace: Trace,
+        stories: Stories,
     ) -> None:
         self.schedule, self._dispatch, self._notices = schedule.consumer, dispatch, notices
-        self._ranks, self._tables, self._trace, self.alone = ranks, tables, trace, Alone(schedule.consumer)
+        self._ranks, self._tables, self._stories, self.alone = ranks, tables, stories, Alone(schedule.consumer)
+        self.paces = LinkPaces()
         self.prefetches = Prefetches(
-            schedule, pins, tables.groups, ranks, config.step_budget, self._hear, trace, self.alone
+            schedule, pins, tables.groups, ranks, config.step_budget, self._hear, self.paces, self.alone
         )
-        self.paces = self.prefetches.paces
-        self._ends = LoadEnds(schedule.consumer, pins, ranks, self.paces, trace)
+        self._ends = LoadEnds(schedule.consumer, pins, ranks, self.paces, stories)
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
@@ -135,7 +134,7 @@ class Loads:
         """Return whether nothing is to come of a load any more, whatever its table says."""
         if load.fetched is None:
             return True
-        if load.under_way or len(load.results) < self._ranks or not all(one.quiet for one in load.results.values()):
+        if load.under_way or not load.quiet(self._ranks):
             return False
         return load.state not in (_S.ADMITTED, _S.COPYING) or len(load.copied) >= self._ranks
 
@@ -146,7 +145,7 @@ class Loads:
     def finished(self, load: Load) -> None:
         """Record that the request is over, at whatever point."""
         if load.fetched is None:
-            self._trace.never_begun(load)
+            self._stories.load_ended(load)
         self.schedule.finish(load)
 
     def withdraw_all(self, reason: str) -> None:
@@ -167,7 +166,7 @@ class Loads:
         """Process what ranks have reported with steps and by the side channel; return what it means."""
         self._hear()
         for result in report.results.values():
-            self._take_in(result, self._ends.reported)
+            self._take_in(result, ahead=False)
         for name, copied in report.copied.items():
             request = self.schedule.requests.find(name)
             if request is not None and request.load is not None and request.load.state is _S.COPYING:
@@ -184,17 +183,17 @@ class Loads:
         """Process what workers have sent, waiting up to ``timeout`` seconds for something; return whether there was anything."""
         news = self._dispatch.channel.receive(timeout)
         for result in news:
-            self._take_in(result, self._ends.came)
+            self._take_in(result, ahead=True)
         return bool(news)
 
-    def _take_in(self, result: RankResult, moving: Callable[[Load, RankResult], None]) -> None:
-        """Process what a rank says of a load that the engine still remembers; ``moving`` does so for an async one."""
+    def _take_in(self, result: RankResult, *, ahead: bool) -> None:
+        """Process what a rank says of a load, if the engine still remembers that."""
         request = self.schedule.requests.find(result.handle)
         load = None if request is None else request.load
         if load is None or load.fetched != result.number:
             return
         with self.schedule.door.of(result.handle):
-            (self.prefetches.take_in if load.is_sync else moving)(load, result)
+            self._ends.take_in(load, result, ahead=ahead)
 
     def wait_alone(self) -> bool:
         """Wait for a load to end, if all requests of the engine wait for loads. Call it in a step that computes nothing.

@@ -252,9 +252,8 @@ class Offers:
         if kept:
             self._pins.drop(running)
             return True
-        if not complete and not good and offering.ended is None:
-            offering.ended = OfferEnd(Failure(FailureKind.WITHDRAWN, ABORTED), 0, clock.now())
-            self._stories.offer_ended(offering, offering.ended)
+        if not complete and not good:
+            self._stories.offer_ended(offering, OfferEnd(Failure(FailureKind.WITHDRAWN, ABORTED), 0, clock.now()))
         if running is not None:
             self._leaving.append(running)
         self._pins.drop(offering)  # last, because only blocks that are still in use can be pinned
@@ -289,8 +288,8 @@ class Offers:
         """Record how an offer has ended on some ranks. What one rank says is told of all, and a failure rather than a delivery."""
         found = next((one for one in self.schedule.under(transfer) if one.ended is None), None)
         if found is not None:
-            found.ended = next((end for end in ranks.values() if end.failure is not None), next(iter(ranks.values())))
-            self._stories.offer_ended(found, found.ended)
+            failed = (end for end in ranks.values() if end.failure is not None)
+            self._stories.offer_ended(found, next(failed, next(iter(ranks.values()))))
 
     def released(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> RequestId | None:
         """Record that some ranks are done with an offer, up to a generation; return a held request that may be freed."""

@@ -17,12 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvxfer import clock
 from kvxfer.engine.alone import Alone
-from kvxfer.engine.ends import disagreement
 from kvxfer.engine.exchange import BlockCopy
 from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
-from kvxfer.engine.trace import Trace
-from kvxfer.schedule import Load, LoadEvent, LoadState, RankResult, Schedule, ScheduleError
+from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule, ScheduleError
 from kvxfer.values import NULL, BlockTable, Group, Rank
 
 _S, _E = LoadState, LoadEvent
@@ -32,7 +30,7 @@ class Prefetches:
     """The scheduler side's sync loads. One thread.
 
     ``budget`` is the seconds of a step that may be spent on waiting and copying. ``receive`` waits for
-    results, for up to the seconds that it is given, and passes them to ``take_in``; it returns whether there were any.
+    results, for up to the seconds that it is given, and takes them in; it returns whether there were any.
     ``alone`` says when the engine has nothing else to do.
     """
 
@@ -44,15 +42,14 @@ class Prefetches:
         ranks: int,
         budget: float,
         receive: Callable[[float], bool],
-        trace: Trace,
+        paces: LinkPaces,
         alone: Alone,
     ) -> None:
-        self._alone = alone
+        self._alone, self._paces, self._copying = alone, paces, Pace()
         self._schedule, self._ledger, self._pins = schedule.consumer, schedule.ledger, pins
         self._groups, self._ranks = tuple(groups), ranks
         self._budget = self._left = budget
-        self._receive, self._trace = receive, trace
-        self.paces, self._copying = LinkPaces(), Pace()
+        self._receive = receive
         self._possible = budget > 0 and all(group.kind in ("full", "window") for group in groups)
 
     def begin(self, load: Load, start: int) -> bool:
@@ -71,7 +68,7 @@ class Prefetches:
             return False
         if any(start % group.block_tokens for group in self._groups):
             return False
-        expected = self.paces.estimate(source, tokens - start)
+        expected = self._paces.estimate(source, tokens - start)
         spare = self._alone.spare(load)
         if expected is None or (expected > self._budget and not spare):
             return False  # async loads keep this estimate up to date too, but not that of copies
@@ -87,7 +84,7 @@ class Prefetches:
         except ScheduleError:
             self._pins.drop(load)
             raise
-        load.expected = expected
+        load.expected, load.pinned = expected, True
         return True
 
     @staticmethod
@@ -131,7 +128,7 @@ class Prefetches:
         if granted and load.state is _S.AHEAD:
             load.waited = True
             if granted >= load.expected:
-                self.paces.failed(load.wanted.source)
+                self._paces.failed(load.wanted.source)
 
     def _to_copy(self, load: Load) -> float:
         """Return the seconds that copying a load's tokens should take."""
@@ -170,32 +167,6 @@ class Prefetches:
             self._schedule.tell(load, _E.SHIPPED)
             self._schedule.force(load, _S.COPYING)  # for the request runs in this step
         return tuple(BlockCopy(load.request, load.blocks, load.into) for load in admitted)
-
-    def take_in(self, load: Load, result: RankResult) -> None:
-        """Process a result on one rank; it may come twice, and an earlier one after a later one."""
-        known = load.results.get(result.rank)
-        if known is not None and known.quiet:
-            return
-        load.results[result.rank] = result
-        results = load.results.values()
-        failure = next((r.failure for r in results if r.failure is not None), None)
-        if failure is None and len(load.generations) > 1:
-            failure = disagreement(load.generations)
-        load.failure = load.failure or failure
-        if result.failure is not None:
-            self.paces.failed(load.wanted.source)
-        quiet = len(results) == self._ranks and all(r.quiet for r in results)
-        if quiet or failure is not None:
-            self._trace.write(load)
-        if failure is not None and load.state is _S.AHEAD:
-            self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
-        if not quiet:
-            return
-        if failure is None:
-            self.paces.delivered(load.wanted.source, load.end - load.start, max(r.stages.moving for r in results))
-        elif load.unasked(self._ranks):
-            self._schedule.unasked(load)
-        self._schedule.on(load, _E.ARRIVED if load.state is _S.AHEAD else _E.QUIET)
 
     def copied(self, load: Load, ranks: Mapping[Rank, float]) -> None:
         """Record that these ranks have copied its blocks, and how many seconds each of them took for it."""

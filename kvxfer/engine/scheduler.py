@@ -30,7 +30,7 @@ from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
 from kvxfer.engine.stories import Stories
 from kvxfer.engine.telling import tell
-from kvxfer.engine.trace import Trace
+from kvxfer.engine.trace import LoadLog, Trace
 from kvxfer.errors import ClosedError
 from kvxfer.geometry.spaces import block_spaces
 from kvxfer.geometry.tables import TableCheck
@@ -105,8 +105,10 @@ class SchedulerSide(RequestCalls):
         writes_early = arguments.flag("writes_early", writes_early)
         groups = arguments.sequence_of("groups", groups, Group, 1)
         self._pins = BlockPins(0) if pins is None else arguments.instance("pins", pins, BlockPins)
-        stories = Stories(engine)
-        trace, tables = Trace(config.trace, engine, stories), TableCheck(groups)
+        stories, tables = Stories(engine), TableCheck(groups)
+        stories.readers.append(LoadLog().read)
+        if config.trace is not None:
+            stories.readers.append(Trace(config.trace, engine).read)
         self.facts = f.check(facts)
         self.holds, self.wake = arguments.function("holds", holds), arguments.function("wake", wake)
         self.directory = Directory(config, engine, self.facts)
@@ -117,7 +119,7 @@ class SchedulerSide(RequestCalls):
         self._dispatch = Dispatch(self._schedule, own, ranks, self.facts)
         self._notices = notices = Notices(config, self.directory, self._schedule)
         offers = Offers(producer, self._pins, tables, ranks, writes_early, notices, stories)
-        loads = Loads(config, self._schedule, self._pins, tables, ranks, self._dispatch, notices, trace)
+        loads = Loads(config, self._schedule, self._pins, tables, ranks, self._dispatch, notices, stories)
         self._benefit = Benefit()
         asks = Asks(config, self.directory, notices, consumer, loads, self._benefit)
         if queue is not None:

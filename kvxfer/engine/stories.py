@@ -1,4 +1,7 @@
-"""What has become of requests, for an operator who asks: `kvxfer why`. The last ones are kept in memory."""
+"""How loads and offers went. What there is to tell of one is on its record; its story is closed here, once, and then read by all who tell.
+
+The last ones are kept in memory, for an operator who asks: `kvxfer why`.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,16 @@ NOT_BEGUN = {
 class Stories:
     """The last requests of one engine. One thread records; any thread may ask.
 
-    Recording costs an append: a story is told when somebody asks for it.
+    Closing a story costs an append: it is told when somebody asks for it.
 
     Attributes:
         live: What the engine has in hand.
+        readers: Who else tells how a load went, each called with it when its story is closed; not of one whose request is over.
     """
 
     def __init__(self, engine: str) -> None:
         self._engine, self.live = engine, Schedule(())
+        self.readers: list[Callable[[Load], None]] = []
         self._good: deque[Record] = deque(maxlen=KEPT)
         self._bad: deque[Record] = deque(maxlen=KEPT)
         self._notes: deque[Record] = deque(maxlen=KEPT)
@@ -46,18 +51,23 @@ class Stories:
     # --- the scheduler's thread --------------------------------------------------------------------------------------
 
     def load_ended(self, load: Load) -> None:
-        (self._good if load.failure is None else self._bad).append(partial(of_load, load))
-
-    def load_never_begun(self, load: Load) -> None:
-        """Record that a request is over whose load was never begun."""
-        if load.failure is not None:
-            self.load_ended(load)
+        """Close the story of a load: it is known how it ends, or its request is over before it was begun."""
+        if load.over_at:
             return
-        state = load.state
-        self._good.append(lambda: replace(of_load(load), outcome="not loaded", text=NOT_BEGUN[state]))
+        load.over_at = clock.now()
+        if load.fetched is None and load.failure is None:
+            self._good.append(partial(_of_none, load, NOT_BEGUN[load.state]))
+        else:
+            (self._good if load.failure is None else self._bad).append(partial(of_load, load))
+        if load.fetched is not None and not load.over:
+            for read in self.readers:
+                read(load)
 
-    def offer_ended(self, found: Offering, end: OfferEnd) -> None:
-        (self._good if end.failure is None else self._bad).append(lambda: _of_offering(found, end))
+    def offer_ended(self, offering: Offering, end: OfferEnd) -> None:
+        """Close the story of an offer."""
+        if offering.ended is None:
+            offering.ended = end
+            (self._good if end.failure is None else self._bad).append(partial(_of_offering, offering))
 
     def takes_no_part(self, request: str, why: str) -> None:
         """Record that a request neither loads nor offers what it was to."""
@@ -77,7 +87,7 @@ class Stories:
     def _about(self, asked: Explain) -> Iterator[Story]:
         schedule = self.live
         live = [of_load(load) for load in schedule.consumer if not load.over_at]
-        live += [_of_offering(found, None) for found in schedule.producer if found.ended is None]
+        live += [_of_offering(offering) for offering in schedule.producer if offering.ended is None]
         over = (record() for kept in (self._good, self._bad, self._notes) for record in copied(kept))
         return filter(about(asked), (*live, *over))
 
@@ -113,11 +123,15 @@ def of_load(load: Load) -> Story:
     )
 
 
-def _of_offering(found: Offering, end: OfferEnd | None) -> Story:
-    now = clock.now()
+def _of_none(load: Load, why: str) -> Story:
+    return replace(of_load(load), outcome="not loaded", text=why)
+
+
+def _of_offering(found: Offering) -> Story:
+    end = found.ended
     times = {"begun": found.begun_at, "computed": found.whole_at, "ended": 0.0 if end is None else end.at}
     if end is None:
-        times["now"] = now
+        times["now"] = clock.now()
     failure = None if end is None else end.failure
     outcome = str(found.state) if end is None else "delivered" if failure is None else str(failure.kind)
     return Story(

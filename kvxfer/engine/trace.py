@@ -6,10 +6,9 @@ import errno
 import json
 import os
 
-from kvxfer import clock
-from kvxfer.engine.stories import Stories, of_load
+from kvxfer.engine.stories import of_load
 from kvxfer.errors import ConfigError
-from kvxfer.failures import Failure, FailureKind
+from kvxfer.failures import FailureKind
 from kvxfer.logs import logger
 from kvxfer.schedule import Load
 from kvxfer.security import Repeats
@@ -21,8 +20,25 @@ LOG_EVERY_S = 10.0
 """Seconds from one log line to the next about loads that failed in the same way, with the same peer."""
 
 
+class LoadLog:
+    """Logs the loads that have failed. One thread."""
+
+    def __init__(self) -> None:
+        self._repeats = Repeats(LOG_EVERY_S)
+
+    def read(self, load: Load) -> None:
+        """Log a load whose story is closed, if it has failed, unless another was logged for the same reason just now."""
+        failure = load.failure
+        if failure is None or failure.kind is FailureKind.CANCELLED:
+            return
+        held = self._repeats.logged((failure.kind, failure.peer))
+        if held is not None:
+            more = f" ({held} more requests failed so and were not logged)" if held else ""
+            log.warning("request %s has not loaded its KV: %s%s", printable(load.request), failure, more)
+
+
 class Trace:
-    """The trace of one engine's loads, of which lines are appended to the file ``path``; None writes nothing. One thread.
+    """The trace of one engine's loads, of which lines are appended to the file ``path``. One thread.
 
     A line has ``engine``, ``request``, ``transfer``, ``source``, ``kind``, ``way``, ``tokens``, ``bytes``, ``failure`` (null if it was
     delivered), ``at`` (the Unix time at which the request came), and ``us``: the microseconds from then to each stage that it reached.
@@ -36,45 +52,20 @@ class Trace:
         ConfigError: That file cannot be written, or is a folder, pipe or device.
     """
 
-    def __init__(self, path: str | None, engine: str, stories: Stories) -> None:
-        if path is not None:
-            try:
-                # A pipe would hold the scheduler up until a program reads.
-                if os.path.exists(path) and not os.path.isfile(path):
-                    raise ConfigError(f"kvxfer setting 'trace': {path} is not a file")
-                open(path, "a", encoding="utf-8").close()
-            except OSError as e:
-                raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}") from e
-        self._path, self._engine, self._stories = path, engine, stories
+    def __init__(self, path: str, engine: str) -> None:
+        try:
+            # A pipe would hold the scheduler up until a program reads.
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise ConfigError(f"kvxfer setting 'trace': {path} is not a file")
+            open(path, "a", encoding="utf-8").close()
+        except OSError as e:
+            raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}") from e
+        self._path, self._engine = path, engine
         self._torn = False  # the last line of the file is not whole
         self._repeats = Repeats(LOG_EVERY_S)
 
-    def write(self, load: Load) -> None:
-        """Tell of a load that is over, once. Of one whose request is over only ``kvxfer why`` is told."""
-        if load.over_at:
-            return
-        load.over_at = clock.now()
-        self._stories.load_ended(load)
-        if load.over:
-            return
-        if load.failure is not None and load.failure.kind is not FailureKind.CANCELLED:
-            self._log(load, load.failure)
-        if self._path is not None:
-            self._append(self._path, load)
-
-    def never_begun(self, load: Load) -> None:
-        """Tell, once, of a load that was never fetched and whose request is over."""
-        if not load.over_at:
-            load.over_at = clock.now()
-            self._stories.load_never_begun(load)
-
-    def _log(self, load: Load, failure: Failure) -> None:
-        held = self._repeats.logged((failure.kind, failure.peer))
-        if held is not None:
-            more = f" ({held} more requests failed so and were not logged)" if held else ""
-            log.warning("request %s has not loaded its KV: %s%s", printable(load.request), failure, more)
-
-    def _append(self, path: str, load: Load) -> None:
+    def read(self, load: Load) -> None:
+        """Append the line of a load whose story is closed."""
         story = of_load(load)
         record = {
             "engine": self._engine,
@@ -89,16 +80,21 @@ class Trace:
             "at": round(story.at, 6),
             "us": {stage: round(1e6 * after) for stage, after in story.stages.items()},
         }
-        line = b"\n" * self._torn + json.dumps(record).encode() + b"\n"
+        self._append(b"\n" * self._torn + json.dumps(record).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
         try:
-            with open(path, "ab", buffering=0) as file:
+            with open(self._path, "ab", buffering=0) as file:
                 written = file.write(line)
                 self._torn = 0 < written < len(line) or (self._torn and not written)
                 if written < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
-            if (held := self._repeats.logged(path)) is not None:
+            if (held := self._repeats.logged(self._path)) is not None:
                 more = f" ({held} more lines were lost)" if held else ""
                 log.warning(
-                    "trace: no more lines are written to %s: %s; later ones are tried again%s", path, e.strerror, more
+                    "trace: no more lines are written to %s: %s; later ones are tried again%s",
+                    self._path,
+                    e.strerror,
+                    more,
                 )

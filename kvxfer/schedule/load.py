@@ -58,7 +58,7 @@ class LoadEvent(enum.StrEnum):
     NOT_NEEDED = "admitted without it"
     TAKE_BLOCKS = "its blocks are taken away"
     GIVE_UP = "given up, or the request is over"
-    FAILED = "failed while a rank may still write"
+    FAILED = "failed on a rank"
     ENDED = "end reported to the engine"
     ENDED_UNQUIET = "end reported to the engine, a rank may still write"
     QUIET = "no rank writes any more"
@@ -68,6 +68,7 @@ _S, _E = LoadState, LoadEvent
 _BEFORE = (_S.WAITING, _S.OPEN, _S.SHARED)
 _SYNC = (_S.AHEAD, _S.HERE, _S.ADMITTED, _S.COPYING, _S.ABANDONED)
 _UNDER_WAY = (_S.MOVING, _S.CANCELLED)
+_FILLED = (*_UNDER_WAY, _S.AHEAD, _S.ABANDONED, _S.UNQUIET)
 _AWAY = (_E.TAKE_BLOCKS, _E.GIVE_UP)
 
 
@@ -189,7 +190,8 @@ class Load(Life[LoadState, LoadEvent]):
     end: int = 0  # the token after the last
 
     results: dict[Rank, RankResult] = field(default_factory=dict)  # how it has ended, by rank
-    pinned: bool = False  # whether its blocks are pinned while it has failed and may still write to them
+    # whether its blocks are pinned: lent ones always, and the request's own while it has failed and may still write to them
+    pinned: bool = False
     failure: Failure | None = None  # why it has failed on some rank
 
     tried: bool = False  # sync: whether it has been considered
@@ -219,9 +221,18 @@ class Load(Life[LoadState, LoadEvent]):
         return self.state in _UNDER_WAY
 
     @property
+    def expects_results(self) -> bool:
+        """Whether a rank may have something to say that is not known yet."""
+        return self.state in _FILLED
+
+    @property
     def writing(self) -> bool:
         """Whether it has failed on a rank that may still write."""
         return any(one.failure is not None and not one.quiet for one in self.results.values())
+
+    def quiet(self, ranks: int) -> bool:
+        """Return whether nothing writes to its blocks any more on any of the ranks."""
+        return len(self.results) >= ranks and all(one.quiet for one in self.results.values())
 
     @property
     def generations(self) -> set[Generation]:

@@ -263,14 +263,7 @@ class PrefillRank:
         table = BlockTable.of(rows)
         sending.digest = sending.digest or self._digest(sending)  # of the weights now, not of those when it began
         offer = Offer(
-            sending.transfer,
-            sending.digest,
-            GENERATION,
-            tokens,
-            table,
-            last,
-            payload=aux,
-            handle=sending.handle,
+            sending.transfer, sending.digest, GENERATION, tokens, table, last, payload=aux, handle=sending.handle
         )
         self._rank.agent.offer(offer, after)
 
