@@ -31,6 +31,7 @@ from kvxfer.schedule import (
     PrefixOffer,
     ScheduleError,
 )
+from kvxfer.schedule.ask import DECIDED
 from kvxfer.security import RateLimitedWarnings
 from kvxfer.text import printable
 
@@ -178,7 +179,7 @@ class Asks:
         return any(not self._silent.get((source.host, source.port)) for source in ask.asked.values())
 
     def _send(self, ask: Ask) -> None:
-        ask.on(_E.SEND)
+        self._on(ask, _E.SEND)
         ask.asked_at = clock.now()
         self._useless.forget(ask.asked_at)
         for source in ask.sources:
@@ -202,11 +203,10 @@ class Asks:
         )
         if best is not None and self._load(request, ask, best):
             ask.taken = best
-            ask.on(_E.TAKE)
+            self._on(ask, _E.TAKE, "another source is better")
         else:
-            ask.on(_E.NOTHING if most <= 0 else _E.NOT_WORTH_IT)
+            self._on(ask, _E.NOTHING if most <= 0 else _E.NOT_WORTH_IT, "the consumer computes the prompt")
             counts.refused += max(most, 0)
-        self._close(ask, "another source is better" if ask.taken else "the consumer computes the prompt")
 
     def _best(self, ask: Ask, computed: int) -> PrefixOffer | None:
         """Return the answer whose load saves most time; None if none saves any."""
@@ -228,7 +228,15 @@ class Asks:
         ask.wanted, load.wanted.patience = load.wanted, min(max(self._config.ask_timeout, BEGIN_S), self._config.start)
         return True
 
-    def _close(self, ask: Ask, reason: str) -> None:
+    def _on(self, ask: Ask, event: AskEvent, reason: str = "") -> None:
+        """Make the move of a question that an event leads to, with what is done with it.
+
+        This is the one door to a question. ``reason``: why answers are declined, for their sources.
+        """
+        if ask.on(event) and ask.state in DECIDED:
+            self._decline(ask, reason)
+
+    def _decline(self, ask: Ask, reason: str) -> None:
         """Decline the answers that are not taken, and from now on those that are still to come."""
         for one in ask.answers:
             if one is not ask.taken:
@@ -265,10 +273,10 @@ class Asks:
     def _end_now(self, request: EngineRequest, ask: Ask, reason: str) -> None:
         """Close a question, whatever its table says, so that nothing is held for it any more."""
         with self._schedule.door.of(request.name):
-            if not ask.on(_E.GIVE_UP):
-                return
+            self._on(ask, _E.GIVE_UP, reason)
+            return
         ask.state = _S.CLOSED
-        self._close(ask, reason)
+        self._decline(ask, reason)
 
     def admitted(self, request: EngineRequest, external: int) -> None:
         """Record that a request is about to be given blocks, and counts on ``external`` tokens from outside."""
@@ -300,7 +308,7 @@ class Asks:
                     self._end(ask, _E.DELIVERED if name in update.loaded else _E.FAILED, load, load.end - load.start)
 
     def _end(self, ask: Ask, event: AskEvent, load: Load, tokens: int) -> None:
-        ask.on(event)
+        self._on(ask, event)
         counts = self._counts(ask)
         if event is _E.DELIVERED:
             counts.loaded += tokens

@@ -59,6 +59,10 @@ ASK: Transitions[AskState, AskEvent] = Transitions(
 )
 
 
+DECIDED = frozenset({_S.LOADING, _S.CLOSED})
+"""States in which no further answer is of use: when a question comes to one, those that it does not take are declined."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixOffer:
     """An answer that is more than "nothing": what a source offers, and where."""
