@@ -106,6 +106,15 @@ def test_it_is_not_unless_all_ranks_say_so(two: Two, merge: Any, said: Stages, f
     assert not two.declined and len(two.side) == 0
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_what_has_failed_on_one_rank_is_cancelled_on_the_others(two: Two, quiet: bool) -> None:
+    assert not two.side.report(ended(A, ASKED, quiet=quiet)).failed, "the other rank may still write"
+    assert [cancel.handle for cancel in two.side.step().commands.cancels] == ["r"]
+    two.side.report(ended(A, ASKED))
+    assert two.side.report(ended(B, ASKED)).failed == {"r": WHY}
+    assert not two.side.step().commands.cancels
+
+
 def test_it_is_not_when_the_engine_says_that_it_is_over(two: Two) -> None:
     two.hear(ended(A, UNASKED))
     two.side.confirm_load_ended("r")
