@@ -108,13 +108,6 @@ def test_scales_of_a_cache_that_is_not_quantised_are_of_no_matter() -> None:
     route([cache(both(0.25, 0.5), mode=KVQuantMode.NONE)], [cache(both(0.5, 0.5), mode=KVQuantMode.NONE)])
 
 
-def test_scales_that_are_set_by_the_first_forward_pass_are_refused() -> None:
-    layers = both(1.0, 1.0)
-    layers["layer.1"].calculate_kv_scales = True
-    with pytest.raises(ConfigError, match=r"'layer\.1' computes the scales.*calculate_kv_scales"):
-        cache(layers)
-
-
 def test_a_quantised_cache_whose_layer_is_missing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layer\.1"):
         cache({"layer.0": loaded(1.0, 1.0)})
