@@ -66,7 +66,7 @@ from kvxfer.values import BlockTable
 from kvxfer_bench.vllm.played_core import output_of
 from kvxfer_vllm import KVXferConnector
 from kvxfer_vllm.content.adapters import LoadedAdapters, adapter_loaded
-from kvxfer_vllm.internals import takes_loaded_windows
+from kvxfer_vllm.internals import TAKES_LOADED_WINDOWS
 from tests.engine.direct import Switchboard
 from tests.vllm.wire import Agent, Wire
 
@@ -140,7 +140,7 @@ class Group:
             return CircularBufferSpec(
                 block_size=self.ring, num_kv_heads=1, head_size=64, head_size_v=0, dtype=torch.float32
             )
-        if self.replayed and not takes_loaded_windows():
+        if self.replayed and not TAKES_LOADED_WINDOWS:
             pytest.skip("this vLLM computes a replayed window anew behind a load, too")
         if self.latent or self.replayed:
             row: dict[str, Any] = {"block_size": self.size, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvxfer.errors import ConfigError
 from kvxfer.values import Group
-from kvxfer_vllm.internals import takes_loaded_windows
+from kvxfer_vllm.internals import TAKES_LOADED_WINDOWS, Layer
 from kvxfer_vllm.pages.catalogue import CATALOGUE
 from kvxfer_vllm.pages.forms import WRITERS, form_of, writer_of
 from kvxfer_vllm.pages.groups import group_pages
@@ -117,14 +117,14 @@ def test_a_window_that_is_replayed_after_a_hit_is_moved_if_vllm_takes_it_for_who
     given = {**SHAPE, "sliding_window": 8}
     latent = interface.SlidingWindowMLASpec
     specs = [Replayed(**given), UniformTypeKVCacheSpecs(32, {"a": SlidingWindowSpec(**given), "b": Replayed(**given)})]
-    if takes_loaded_windows() and "bounded_replay" in {field.name for field in dataclasses.fields(latent)}:
+    if TAKES_LOADED_WINDOWS and "bounded_replay" in {field.name for field in dataclasses.fields(latent)}:
         specs.append(latent(**given, bounded_replay=True))
         (found,) = group_pages(groups(specs[-1]))
         assert found.group == Group(32, "window", 8)
     for spec in specs:
         with pytest.raises(ConfigError, match=r"group 0 \(.*replaying tokens.*set --no-swa-bounded-replay"):
             group_pages(groups(spec, enable_kv_transfer=False))
-        monkeypatch.setattr("kvxfer_vllm.pages.groups.takes_loaded_windows", lambda: False)
+        monkeypatch.setattr("kvxfer_vllm.internals.TAKES_LOADED_WINDOWS", False)
         with pytest.raises(ConfigError, match=r"group 0 \(.*replaying tokens.*set --no-swa-bounded-replay"):
             group_pages(groups(spec))
 
@@ -153,14 +153,14 @@ def test_a_group_that_keeps_blocks_in_two_ways_is_refused() -> None:
 def test_back_ends_that_vllm_derives_go_by_what_they_are_derived_from() -> None:
     derived = create_chunked_local_attention_backend(CPUAttentionBackend, 64)
     assert derived is not CPUAttentionBackend
-    layers = [SimpleNamespace(get_attn_backend=lambda b=b: b) for b in (CPUAttentionBackend, derived)]
+    layers = [Layer(SimpleNamespace(get_attn_backend=lambda b=b: b)) for b in (CPUAttentionBackend, derived)]
     assert {WRITERS[writer_of(layer)] for layer in layers} == {"packed"}
 
 
 @pytest.mark.parametrize("more", [{"get_impl_cls": lambda: None}, {"get_name": lambda: "CPU_ATTN"}])
 def test_a_back_end_that_may_write_as_it_likes_is_not_known(more: dict[str, Any]) -> None:
     own = type("Own", (CPUAttentionBackend,), {"__module__": "somebodys.plugin", **more})
-    assert writer_of(SimpleNamespace(get_attn_backend=lambda: own)) == ""
+    assert writer_of(Layer(SimpleNamespace(get_attn_backend=lambda: own))) == ""
     assert form_of(FullAttentionSpec(**SHAPE), "") == "whole"
 
 

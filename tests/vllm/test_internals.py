@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +17,82 @@ from kvxfer_vllm import internals
 ROOT = Path(__file__).parents[2]
 ROOM = ROOT / "connectors/vllm/kvxfer_vllm"
 PAGE = (ROOT / "docs/what-vllm-lacks.md").read_text()
-INNER = re.compile(
-    r"_getframe|\bsetattr\(|\.(coordinator|single_type_managers|block_pool|req_to_blocks|static_forward_context|_registry)\b"
-    r"|\.(_all_token_ids|update_block_hashes|_load_adapter|add_lora|input_queue|reset_prefix_cache|get_computed_blocks)\b"
+OFFERED = (
+    "vllm.distributed.kv_transfer.kv_connector.v1",
+    "vllm.distributed.parallel_state",
+    "vllm.platforms",
+    "vllm.tracing",
+    "vllm.utils.network_utils",
+    "vllm.v1.request",
 )
+"""The modules of vLLM's interface for connectors, and those of which vLLM's own connectors, too, take helpers."""
+GIVEN = {
+    *("compilation_config", "parallel_config", "data_parallel_size", "kv_transfer_config", "lora_config"),
+    *(
+        "request_id",
+        "cache_salt",
+        "max_tokens",
+        "num_prompt_tokens",
+        "prompt_token_ids",
+        "num_computed_tokens",
+        "block_hashes",
+    ),
+    *("kv_cache_spec", "block_size", "head_size", "head_size_v", "num_kv_heads", "sliding_window"),
+    *("blocks", "get_block_ids", "finished_recving", "lora_int_id", "rank", "free"),
+}
+"""Names of what inner parts have and every connector is given: configuration, requests, specs, tables, outputs, ranks."""
+PYTHON = {
+    "_getframe",
+    "f_back",
+    "f_locals",
+    "f_globals",
+    "get",
+    "items",
+    "values",
+    "clear",
+    "index",
+    "add",
+    "wraps",
+    "startswith",
+}
+OTHERS = {"kv_cache_manager", "shape", "dtype", "_is_amx_tile_supported", "_is_avx512_bf16_supported"}
+"""Names of torch's and of kvcached's."""
+
+
+def used(node: ast.AST) -> set[str]:
+    """The names of all attributes that code reads, in any way, but for those that it gives to objects itself."""
+    inner = list(ast.walk(node))
+    asked = (
+        call.args[1]
+        for call in inner
+        if isinstance(call, ast.Call) and called(call) in ("getattr", "hasattr", "setattr")
+    )
+    names = {name.value for name in asked if isinstance(name, ast.Constant)}
+    names |= {each.attr for each in inner if isinstance(each, ast.Attribute) and not own(each.value)}
+    return {name for name in names if not (name.startswith("__") and name.endswith("__"))}
+
+
+def needed() -> set[str]:
+    """The names of all that touches need."""
+    needs = (need.partition(":")[2] for touch in internals.TOUCHES.values() for need in touch.needs)
+    return {name for need in needs for name in need.split(".")}
+
+
+def called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def own(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The modules that are imported when the code runs, not only for its types."""
+    for node in list(ast.walk(tree)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    froms = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return froms | {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
 
 
 @pytest.mark.parametrize("name", internals.TOUCHES)
@@ -75,11 +147,33 @@ def test_a_prompt_without_its_last_token_hashes_as_the_shorter_one(tokens: int) 
 
 
 def test_inner_parts_are_touched_in_one_file() -> None:
-    found = {
-        f"{file.relative_to(ROOM)}:{number}"
-        for file in ROOM.rglob("*.py")
-        if file.name != "internals.py" and file.parent.name != "demo"
-        for number, line in enumerate(file.read_text().splitlines(), 1)
-        if INNER.search(line)
-    }
+    """No other imports what is no connector's, reads what is private, or reads frames."""
+    found = []
+    for file in ROOM.rglob("*.py"):
+        if file.name == "internals.py" or file.parent.name == "demo":
+            continue
+        tree = ast.parse(file.read_text())
+        found += [(file.name, name) for name in used(tree) - OTHERS - GIVEN if name.startswith("_") or name in needed()]
+        found += [
+            (file.name, module)
+            for module in imported(tree)
+            if module.split(".")[0] == "vllm" and not module.startswith(OFFERED)
+        ]
     assert not found
+
+
+def test_a_touch_names_all_that_it_needs() -> None:
+    """Or else nobody is told of a release that has changed it."""
+    ours = {name for kind in (internals.Layer, internals.EngineQueue) for name in dir(kind)} | {
+        "of",
+        "model",
+        *internals.TOUCHES,
+    }
+    missing = {
+        node.name: unnamed
+        for node in ast.parse((ROOM / "internals.py").read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and node.name in internals.TOUCHES
+        and (unnamed := used(node) - needed() - ours - GIVEN - PYTHON - OTHERS)
+    }
+    assert not missing

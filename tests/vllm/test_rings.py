@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, MLAAttentionSpec
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Incompatible
+from kvxfer_vllm import internals
 from kvxfer_vllm.pages.forms import writer_of
 from kvxfer_vllm.pages.groups import group_pages
 from tests.vllm.engine import Group
@@ -120,7 +121,7 @@ def test_a_back_end_that_keeps_the_name_of_its_base_is_known_by_its_own(name: st
         ("x", ""),
     ):
         kind = type(name, (FlashAttentionBackend,), {"__module__": module, "get_impl_cls": staticmethod(lambda: None)})
-        assert writer_of(SimpleNamespace(get_attn_backend=lambda kind=kind: kind)) == found
+        assert writer_of(internals.Layer(SimpleNamespace(get_attn_backend=lambda kind=kind: kind))) == found
 
 
 @pytest.mark.parametrize(

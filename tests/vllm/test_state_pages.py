@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase  # noqa: E402
 from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402
 
 from kvxfer.geometry import Cache, Group, Incompatible, Planner, Rank, Region, View, route  # noqa: E402
+from kvxfer_vllm.internals import Layer  # noqa: E402
 from kvxfer_vllm.pages.groups import state_pieces  # noqa: E402
 
 Shapes = mamba_utils.MambaStateShapeCalculator
@@ -107,7 +108,7 @@ class Side:
         bound: Any = SimpleNamespace(get_state_shape=lambda: self.shapes, get_state_dtype=lambda: self.dtypes)
         MambaBase.bind_kv_cache(bound, self.memory)
         self.states = bound.kv_cache
-        found = state_pieces(layer, spec, Rank(0, rank), size, device)
+        found = state_pieces(Layer(layer), spec, Rank(0, rank), size, device)
         views = [View(p.plane, 0, ("l",), (p.offset,), BLOCKS, page, p.unit, p.encoding, p.heads) for p in found]
         region = Region(self.memory.data_ptr(), self.memory.nbytes)
         self.cache = Cache((region,), (Group(16, "state"),), tuple(views), Rank(0, rank))

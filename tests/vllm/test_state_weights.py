@@ -27,6 +27,7 @@ from vllm.models.kimi_k3.nvidia.kda import KimiK3DeltaAttention  # noqa: E402
 from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402
 
 from kvxfer.geometry import Rank  # noqa: E402
+from kvxfer_vllm.internals import Layer  # noqa: E402
 from kvxfer_vllm.pages.groups import state_pieces  # noqa: E402
 
 HIDDEN, TAPS, ITEM = 64, 4, 4
@@ -126,7 +127,7 @@ def test_a_rank_s_share_of_a_state_is_what_it_has_the_weights_for(kind: str, siz
             spec = MambaSpec(block_size=16, shapes=layer.get_state_shape(), dtypes=layer.get_state_dtype())
         loaded = layer.conv1d.weight.flatten(1)[:, 0].tolist()
         rows = TAPS - 1
-        found = {p.plane: p for p in state_pieces(layer, spec, Rank(0, rank), size, "cuda")}
+        found = {p.plane: p for p in state_pieces(Layer(layer), spec, Rank(0, rank), size, "cuda")}
         assert len(found) == len(totals) * rows + 1
         for s, total in enumerate(totals):
             for row in range(rows):

@@ -177,7 +177,7 @@ class LocalHits:
             return tokens
         # The blocks that vLLM has found and not taken yet must not be lent.
         rows, _ = self._cache.hit(request.block_hashes, request.num_tokens - 1)
-        self._pins.keep(self, (block.block_id for row in rows for block in row if not block.is_null))
+        self._pins.keep(self, (block for row in rows for block in row if block != NULL_BLOCK))
         try:
             self._side.prefetch(name, computed)
         finally:
@@ -298,10 +298,9 @@ class CachedPrefixes:
         # For the sake of drafts a lookup of one group drops its last block; with several it looks further by itself.
         dropped = self._cache.hashed if len(self._groups) == 1 and self._cache.drops_last else 0
         while tokens:
-            blocks, cached = self._cache.hit(hashes, tokens + dropped)
+            rows, cached = self._cache.hit(hashes, tokens + dropped)
             states = (g for g, group in enumerate(self._groups) if group.kind == "state")
-            if cached == tokens and not any(self._cache.changes(g, blocks[g]) for g in states):
-                rows = [[b.block_id for b in row] for row in blocks]
+            if cached == tokens and not any(self._cache.changes(g, rows[g]) for g in states):
                 self._fill_windows(rows, hashes, tokens)
                 return HeldPrefix(tokens, table_of(rows))
             # What windows and states need for fewer tokens are other blocks.

@@ -15,6 +15,7 @@ import inspect
 import queue
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -63,13 +64,15 @@ def changed() -> dict[str, list[str]]:
 
 
 def _has(need: str) -> bool:
-    """Return whether vLLM has it: an attribute of a module or class, or one that the class gives its instances."""
+    """Return whether vLLM has it: an attribute of a module or class, or one that a class or function gives to objects."""
     where, _, path = need.partition(":")
     try:
         at: Any = importlib.import_module(where)
     except Exception:  # whatever it is: vLLM cannot use it either
         return False
     for name in path.split("."):
+        if inspect.isfunction(at):
+            return name in (*at.__code__.co_consts, *at.__code__.co_names)
         if not hasattr(at, name):
             kinds = at.__mro__ if inspect.isclass(at) else ()
             return any(_gives(kind, name) for kind in kinds if kind.__module__.startswith("vllm."))
@@ -108,11 +111,8 @@ FOLLOWS_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 """Whether vLLM announces that sleep mode unmaps the cache (0.33 and later); earlier releases unmap it during a transfer."""
 
 
-def takes_loaded_windows() -> bool:
-    """Return whether vLLM takes a window for whole that a load has brought, even if it computes it again behind other prefix hits."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return hasattr(Scheduler, "_load_restores_replay_window")
+TAKES_LOADED_WINDOWS = hasattr(base.KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
+"""Whether vLLM asks which groups a load restores (0.32 and later); earlier releases compute a window again behind a load, too."""
 
 
 def _hit_source() -> Any:
@@ -135,6 +135,8 @@ REQUEST, MANAGER, POOL = (
     "vllm.v1.core.block_pool:BlockPool",
 )
 COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
+BLOCK = "vllm.v1.core.kv_cache_utils:KVCacheBlock"
+GROUP = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 
 
 @touches(
@@ -163,6 +165,8 @@ def compute_anew(manager: Any, request: Any) -> None:
 
 @touches(
     f"{REQUEST}._all_token_ids",
+    f"{REQUEST}.prompt_token_ids",
+    f"{REQUEST}.max_tokens",
     f"{REQUEST}.num_prompt_tokens",
     f"{REQUEST}.block_hashes",
     f"{REQUEST}.update_block_hashes",
@@ -205,6 +209,9 @@ def cache_under(request: Request, suffix: str) -> None:
     f"{POOL}.get_new_blocks",
     f"{POOL}.get_num_free_blocks",
     f"{POOL}.num_gpu_blocks",
+    f"{BLOCK}.block_id",
+    f"{BLOCK}.is_null",
+    f"{BLOCK}.ref_cnt",
     why="bind_gpu_block_pool hands out the pool, and no interface of it",
 )
 class VllmBlockPool:
@@ -253,7 +260,9 @@ class VllmBlockPool:
     f"{POOL}.get_cached_block",
     f"{COORDINATOR}.find_longest_cache_hit",
     f"{COORDINATOR}.single_type_managers",
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.req_to_blocks",
+    *(f"{GROUP}.{what}" for what in ("block_size", "kv_cache_spec", "req_to_blocks", "use_eagle", "_partial_hit_reqs")),
+    "vllm.v1.kv_cache_interface:KVCacheSpec.prefix_cacheable",
+    f"{BLOCK}.block_hash",
     why="bind_kv_cache_manager hands out the manager, and no interface that says what is free, cached, or whose",
 )
 class PrefixCache:
@@ -288,10 +297,10 @@ class PrefixCache:
         """Return how many tokens of a request's prompt are cached."""
         return int(self._manager.get_computed_blocks(request)[1])
 
-    def hit(self, hashes: Sequence[Any], tokens: int) -> tuple[Sequence[Sequence[Any]], int]:
+    def hit(self, hashes: Sequence[Any], tokens: int) -> tuple[list[list[int]], int]:
         """Return the cached blocks of the tokens of these hashes, by group, and how many tokens that is."""
         blocks, cached = self._coordinator.find_longest_cache_hit(hashes, tokens)[:2]
-        return blocks, int(cached)
+        return [[block.block_id for block in row] for row in blocks], int(cached)
 
     def block(self, of: Any, group: int) -> int | None:
         """Return the cached block of a hash."""
@@ -308,17 +317,17 @@ class PrefixCache:
 
     @property
     def drops_last(self) -> bool:
-        """Whether a lookup drops the last block, for the sake of drafts."""
-        return bool(getattr(self._coordinator, "eagle_group_ids", None))
+        """Whether a lookup in a cache of one group drops the last block, for the sake of drafts."""
+        return bool(self._coordinator.single_type_managers[0].use_eagle)
 
     def caches(self, group: int) -> bool:
         """Return whether vLLM caches blocks of a group."""
         return bool(self._coordinator.single_type_managers[group].kv_cache_spec.prefix_cacheable)
 
-    def changes(self, group: int, blocks: Sequence[Any]) -> bool:
+    def changes(self, group: int, blocks: Collection[int]) -> bool:
         """Return whether a request is about to compute on in one of these blocks of states, which vLLM copies with the next step."""
         unsaved = getattr(self._coordinator.single_type_managers[group], "_partial_hit_reqs", {})
-        return any(block in blocks for _, block in unsaved.values())
+        return any(block.block_id in blocks for _, block in unsaved.values())
 
     def cache_all(self, request: Request, group: int, computed: int, unfilled: Collection[int]) -> None:
         """Cache all full blocks of the first ``computed`` tokens of a request, but for those left ``unfilled``."""
@@ -353,29 +362,121 @@ def around_reset(manager: Any, before: Callable[[], None], refused: Callable[[],
 
 # --- layers --------------------------------------------------------------------------------------------------------
 
+ATTENTION = "vllm.model_executor.layers.attention.attention:Attention"
+MLA = "vllm.model_executor.layers.attention.mla_attention:MLAAttention"
+MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
+INDEXER = "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache"
+
+INDEXER_SCALED = 128
+"""Bytes of an indexer's values, one for each number, that share a scale of 4 bytes."""
+
+
+@touches(
+    f"{ATTENTION}.get_attn_backend",
+    f"{ATTENTION}.kv_cache",
+    f"{ATTENTION}.kv_cache_dtype",
+    f"{ATTENTION}.sliding_window",
+    "vllm.model_executor.layers.attention.attention:set_default_quant_scales._k_scale",
+    "vllm.model_executor.layers.attention.attention:set_default_quant_scales._v_scale",
+    f"{MIXER}:MambaMixer2.num_spec",
+    f"{MIXER}:MambaMixer2.norm",
+    f"{MIXER}:Mixer2RMSNormGated.n_groups",
+    f"{INDEXER}.uses_shuffled_layout",
+    why="a layer's spec does not say how its cache is scaled, ordered, and shared among ranks",
+)
+@dataclass(frozen=True)
+class Layer:
+    """What one of a model's layers says of its cache. Most layers say a part of it, and one that the model does not name nothing."""
+
+    of: Any = None  # vLLM's own
+    model: Mapping[str, Any] = field(default_factory=dict)  # all layers that have a cache, by name
+
+    @property
+    def kind(self) -> str:
+        """The name of its class; empty if that is not vLLM's."""
+        return type(self.of).__name__ if type(self.of).__module__.startswith("vllm.") else ""
+
+    @property
+    def backends(self) -> tuple[type, ...]:
+        """The class of its attention back end, and those that this is derived from."""
+        get = getattr(self.of, "get_attn_backend", None)
+        return () if get is None else getattr(get(), "__mro__", ())
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """The name of the type of its numbers."""
+        return getattr(self.of, "kv_cache_dtype", None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its cache as its kernels see it."""
+        return tuple(getattr(getattr(self.of, "kv_cache", None), "shape", ()))
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The scales of its K and V, as far as it has them."""
+        found = {"k": getattr(self.of, "_k_scale", None), "v": getattr(self.of, "_v_scale", None)}
+        return {what: scale for what, scale in found.items() if scale is not None}
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether kernels may shuffle tokens within its pages."""
+        return bool(getattr(self.of, "uses_shuffled_layout", True))
+
+    @property
+    def drafts(self) -> int | None:
+        """The rows of its state that are for drafts; None if it does not say."""
+        return getattr(self.of, "num_spec", None)
+
+    @property
+    def groups(self) -> int | None:
+        """How many groups of heads its state has in all."""
+        return getattr(getattr(self.of, "norm", None), "n_groups", None)
+
+    def sees_window(self, spec: Any) -> bool:
+        """Return whether it has a window. Without the hybrid manager all layers may have one spec, which names the window of some."""
+        return bool(getattr(self.of, "sliding_window", getattr(spec, "sliding_window", None)))
+
 
 @touches(
     "vllm.config:CompilationConfig.static_forward_context",
-    why="register_kv_caches gives tensors by name, and not the layers that say how these are scaled and written",
+    why="register_kv_caches gives tensors by name, and not the layers",
 )
-def layers_of(vllm_config: Any) -> Mapping[str, Any]:
-    """Return a model's layers that have a cache, by name."""
-    found: Mapping[str, Any] = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
-    return found
+def layer_of(vllm_config: Any, name: str) -> Layer:
+    """Return a layer of the model by its name."""
+    model = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", {})
+    return Layer(model.get(name), model)
 
 
 @touches(
+    f"{ATTENTION}.kv_sharing_target_layer_name",
+    f"{ATTENTION}.impl",
+    f"{ATTENTION}.num_kv_heads",
+    f"{ATTENTION}.head_size",
+    f"{ATTENTION}.head_size_v",
+    f"{MLA}.impl",
+    f"{MLA}.kv_lora_rank",
+    f"{MLA}.qk_rope_head_dim",
+    f"{MLA}.hisparse_cache",
+    f"{INDEXER}.head_dim",
+    "vllm.v1.attention.backend:AttentionBackend.is_mla",
+    "vllm.v1.attention.backend:AttentionBackend.forward_includes_kv_cache_update",
+    "vllm.v1.attention.backend:MLAAttentionImpl.do_kv_cache_update",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
+    "vllm._custom_ops:indexer_k_quant_and_cache",
     why="no layer can be asked where it writes a token's KV",
 )
-def write_of(layer: Any, model: Mapping[str, Any], dtype: torch.dtype) -> Write:
+def write_of(named: Layer, dtype: torch.dtype) -> Write:
     """Return a layer's own write.
 
     Raises:
         Unproven: None can be called outside of a forward pass.
     """
+    layer = named.of
     if getattr(layer, "kv_sharing_target_layer_name", None):
-        layer = model[layer.kv_sharing_target_layer_name]  # it has no cache of its own, and reads what that one writes
+        layer = named.model[
+            layer.kv_sharing_target_layer_name
+        ]  # it has no cache of its own, and reads what that one writes
     if type(layer).__name__ == "DeepseekV32IndexerCache":
         return _of_indexer(layer, dtype)
     update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
@@ -400,8 +501,6 @@ def _of_indexer(layer: Any, dtype: torch.dtype) -> Write:
     """Return the write of a sparse indexer's keys, fp8 with fp32 scales, as vLLM's unfused kernels do it."""
     from vllm import _custom_ops as ops
 
-    from kvxfer_vllm.pages.forms import INDEXER_SCALED  # which imports this
-
     size, rest = divmod(layer.head_dim * INDEXER_SCALED, INDEXER_SCALED + 4)
     if rest or layer.uses_shuffled_layout:
         raise Unproven("it is not of fp8 with a scale for each 128 elements, in rows")
@@ -425,13 +524,73 @@ def ask_for_tile_registers() -> None:
         ask()
 
 
+@touches("vllm.utils.deep_gemm:is_deep_gemm_e8m0_used", why="no spec says how a sparse indexer's scales are stored")
+def rounds_scales() -> bool:
+    """Return whether kernels round a sparse indexer's scales to powers of two (ue8m0)."""
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    return bool(is_deep_gemm_e8m0_used())
+
+
+@touches(
+    "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first",
+    why="no spec says in which order a convolution's state lies; an environment variable of vLLM's decides",
+)
+def channels_outside() -> bool:
+    """Return whether a convolution's state is [channels, rows] rather than [rows, channels]."""
+    from vllm.model_executor.layers.mamba import mamba_utils
+
+    return bool(mamba_utils.is_conv_state_dim_first())
+
+
+@touches(
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.get_manager_class",
+    why="no spec says which blocks of a request its manager keeps",
+)
+def manager_of(spec: Any) -> str:
+    """Return the name of the class that vLLM has registered to manage such blocks; empty if there is none."""
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    try:
+        return str(KVCacheSpecRegistry.get_manager_class(spec).__name__)
+    except Exception:  # whatever it raises: this is no spec that it knows
+        return ""
+
+
 # --- adapters ------------------------------------------------------------------------------------------------------
 
 _wrappers: set[Callable[..., Any]] = set()
+LORA = "vllm.lora.lora_weights:LoRALayerWeights"
+
+
+@touches(
+    "vllm.lora.lora_model:LoRAModel.loras",
+    "vllm.lora.lora_model:LoRAModel.is_3d_lora_weight",
+    *(f"{LORA}.{what}" for what in ("rank", "scaling", "lora_a", "lora_b")),
+    why="nobody can be asked which weights an adapter has",
+)
+def weights_of(adapter: Any) -> tuple[Any, ...]:
+    """Return an adapter's weights as vLLM has read them, with its ranks and its scaling, in an order of their own."""
+    layers = [
+        (name, layer.rank, float(layer.scaling), layer.lora_a, layer.lora_b)
+        for name, layer in sorted(adapter.loras.items())
+    ]
+    return bool(getattr(adapter, "is_3d_lora_weight", False)), layers
+
+
+@touches(
+    "vllm.v1.worker.worker_base:WorkerBase.vllm_config",
+    why="what a connector has workers do is given vLLM's worker, not the worker's connector",
+)
+def adapters_of(worker: Any) -> Any:
+    """Return the configuration of a worker's adapters."""
+    return worker.vllm_config.lora_config
 
 
 @touches(
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
+    "vllm.lora.worker_manager:WorkerLoRAManager.lora_config",
+    "vllm.lora.request:LoRARequest.lora_int_id",
     why="a connector's worker is not told which adapter is loaded, nor that its files were read again",
 )
 def after_loading_adapter(hear: Callable[[Any, int, Any], None]) -> None:
@@ -455,6 +614,9 @@ def after_loading_adapter(hear: Callable[[Any, int, Any], None]) -> None:
 @touches(
     "vllm.v1.engine.core:EngineCore.add_lora",
     "vllm.v1.engine.core:EngineCore.model_executor",
+    "vllm.v1.engine.core:EngineCore.vllm_config",
+    "vllm.v1.executor.abstract:Executor.collective_rpc",
+    "vllm.lora.request:LoRARequest.lora_int_id",
     why="a connector's scheduler side is not told that an adapter was added, and cannot ask the workers",
 )
 def after_adding_adapter(hear: Callable[[Any, int, Callable[..., Iterable[Any]]], None]) -> None:
@@ -529,6 +691,7 @@ def _waker(core: Any) -> Callable[[], None] | None:
 @touches(
     "vllm.v1.engine.core:EngineCoreProc.input_queue",
     "vllm.v1.engine.core:EngineCoreProc.shutdown_state",
+    "vllm.v1.engine.core:EngineCoreProc.vllm_config",
     "vllm.v1.engine:EngineCoreRequestType.WAKEUP",
     why="an engine without requests makes no steps, and no connector has a handle to wake it; so it is looked for in callers' frames",
 )

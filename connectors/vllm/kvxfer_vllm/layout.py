@@ -18,7 +18,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.geometry import Cache, Heads, Region, TokenTurns, View
 from kvxfer.logs import logger
 from kvxfer.values import NULL, BlockTable, Group, Ints, Rank
-from kvxfer_vllm.internals import layers_of
+from kvxfer_vllm.internals import layer_of
 from kvxfer_vllm.pages.forms import Form, encoding_of, form_of, indexer_rows, replicated, writer_of
 from kvxfer_vllm.pages.groups import Piece, group_pages, state_pieces, takes_turns, total_heads
 
@@ -202,7 +202,7 @@ class _Pages:
         self._config, self._rank, self._size = config, place.tensor, place.size
         self._turns = place.turns(spec)
         self._tokens = tokens if self._turns is None else tokens // self._turns.count
-        self._layer = layers_of(config).get(name)
+        self._layer = layer_of(config, name)
         self._writer = writer_of(self._layer)
         self._k = getattr(spec, "head_size", 0)
         self._v = getattr(spec, "head_size_v", self._k)
@@ -257,7 +257,7 @@ class _Pages:
         """Return the values and the scales of a sparse indexer's tokens, each as rows; nothing if its pages are not known."""
         rows = indexer_rows(self._layer, self._spec)
         _, slots, states, content = self._t.shape
-        kernel = getattr(getattr(self._layer, "kv_cache", None), "shape", (states, content))
+        kernel = self._layer.shape or (states, content)
         if (
             rows is None
             or (slots, states, content) != (1, self._tokens, sum(rows))

@@ -10,7 +10,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.geometry import Cache
 from kvxfer.logs import logger
 from kvxfer.memory.proof import Proof, Unproven
-from kvxfer_vllm.internals import layers_of, write_of
+from kvxfer_vllm.internals import layer_of, write_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +32,12 @@ def check_layout(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmCon
 
     began = time.perf_counter()
     proof, checked, unchecked = Proof(cache), 0, Counter[str]()
-    model = layers_of(config)
     with torch.inference_mode():
         for name in dict.fromkeys(name for view in cache.views for name in view.layers):
-            layer = model.get(name)
-            kind = type(layer).__name__ if layer is not None else "layer that the model does not name"
+            layer = layer_of(config, name)
+            kind = "layer that the model does not name" if layer.of is None else type(layer.of).__name__
             try:
-                found = proof.difference(name, tensors[name], write_of(layer, model, config.model_config.dtype))
+                found = proof.difference(name, tensors[name], write_of(layer, config.model_config.dtype))
             except Unproven as e:
                 unchecked[f"{kind} ({e})"] += 1
                 continue

@@ -20,7 +20,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer_vllm.content.hashing import content_hash
-from kvxfer_vllm.internals import after_adding_adapter, after_loading_adapter
+from kvxfer_vllm.internals import adapters_of, after_adding_adapter, after_loading_adapter, weights_of
 from kvxfer_vllm.requests import RequestFacts
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def adapter_loaded(lora_config: Any, number: int, answers: Callable[[], Iterable
 
 def loaded_by(worker: Any) -> dict[int, str]:
     """Return what a worker has loaded; vLLM calls this in the worker's process."""
-    lora_config = worker.vllm_config.lora_config
+    lora_config = adapters_of(worker)
     found = [loaded for loaded in _workers if loaded.of(lora_config)]
     for loaded in found:
         loaded.take_news()
@@ -204,17 +204,8 @@ def loaded_by(worker: Any) -> dict[int, str]:
 def _hear_of_loading(lora_config: Any, number: int, adapter: Any) -> None:
     for worker in _workers:
         if worker.of(lora_config):
-            worker.loaded(number, _content_of(adapter))
+            worker.loaded(number, content_hash(*weights_of(adapter)))
 
 
 def _hear_of_adding(lora_config: Any, number: int, ask: Callable[..., Iterable[Contents]]) -> None:
     adapter_loaded(lora_config, number, lambda: ask(loaded_by))
-
-
-def _content_of(adapter: Any) -> str:
-    """Return a hash of an adapter's weights as vLLM has read them, of its ranks and its scaling."""
-    layers = [
-        (name, layer.rank, float(layer.scaling), layer.lora_a, layer.lora_b)
-        for name, layer in sorted(adapter.loras.items())
-    ]
-    return content_hash(bool(getattr(adapter, "is_3d_lora_weight", False)), layers)

@@ -78,16 +78,8 @@ def entry_of(spec: Any) -> Entry:
     known = CATALOGUE.get(type(spec).__name__)
     if known is not None and type(spec).__module__.startswith("vllm."):
         return known
+    from kvxfer_vllm.internals import manager_of
+
     name = type(spec).__name__
-    kept = _MANAGERS.get(_manager(spec), "refused")
+    kept = _MANAGERS.get(manager_of(spec), "refused")
     return Entry(name, kept, "kvxfer does not know how its blocks are kept")
-
-
-def _manager(spec: Any) -> str:
-    """Return the name of the class that vLLM has registered to manage such blocks; empty if there is none."""
-    try:
-        from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-
-        return getattr(KVCacheSpecRegistry.get_manager_class(spec), "__name__", "")
-    except Exception:  # this release has no registry, or this is no spec at all
-        return ""

@@ -17,20 +17,17 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-_SCALES = ("_k_scale", "_v_scale")
+    from kvxfer_vllm.internals import Layer
 
 
 def encoding_of(
-    name: str, layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig
+    name: str, layer: Layer, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig
 ) -> str:
-    """Return the encoding of the pages of a layer, whose cache is ``[blocks, heads, tokens, content]``.
-
-    ``layer`` is vLLM's layer object, or ``None`` if there is none; ``writer`` is as ``writer_of`` says.
-    """
+    """Return the encoding of the pages of a layer, whose cache is ``[blocks, heads, tokens, content]``, by who writes it."""
     return _pages(layer, spec, form, writer, tensor, config) + _held_scales(name, layer, spec)
 
 
-def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig) -> str:
+def _pages(layer: Layer, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig) -> str:
     """Return the encoding without the scales."""
     cached = (
         f"{_plain(spec.dtype)}/{_cache_dtype(layer, spec, config)}/{quant_of(spec)}" if hasattr(spec, "dtype") else ""
@@ -44,21 +41,20 @@ def _pages(layer: Any, spec: Any, form: Form, writer: str, tensor: torch.Tensor,
     _, heads, states, content = tensor.shape
     if form == "packed":
         return f"vllm/attention/packed/{cached}/{_isa()}/{states}x{content}"
-    kernel: tuple[int, ...] = getattr(getattr(layer, "kv_cache", None), "shape", ())
-    rows = kernel[-2] if len(kernel) > 2 else states
+    rows = layer.shape[-2] if len(layer.shape) > 2 else states
     return (
         f"vllm/whole/{type(spec).__name__}/{writer or 'unknown'}/{cached}/{getattr(spec, 'tokens_per_state', 1)}/"
         f"{_order(tensor)}{heads}x{states}x{content} by {rows}/{_device(tensor)}/{_scales(config)}"
     )
 
 
-def _cache_dtype(layer: Any, spec: Any, config: VllmConfig) -> str:
+def _cache_dtype(layer: Layer, spec: Any, config: VllmConfig) -> str:
     """Return the type of the stored numbers.
 
     It is the layer's own cache dtype if the layer has one, because some layers are left out of quantisation. Different names for the
     same type become one name, and fp8 is named by its flavour on this device.
     """
-    stated = getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None)
+    stated = layer.cache_dtype or getattr(spec, "cache_dtype_str", None)
     stated = str(stated or getattr(getattr(config, "cache_config", None), "cache_dtype", "auto"))
     if stated in ("auto", "half", "float", "float16", "bfloat16", "float32"):
         return _plain(spec.dtype)
@@ -109,32 +105,26 @@ def _scales(config: VllmConfig) -> str:
 
     This is the dtype that was asked for, and whether the kernels use powers of two (ue8m0) or fp32.
     """
-    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+    from kvxfer_vllm.internals import rounds_scales
 
     asked = str(getattr(getattr(config, "attention_config", None), "indexer_kv_dtype", None))
-    return f"{asked}-{'ue8m0' if is_deep_gemm_e8m0_used() else 'fp32'}"
+    return f"{asked}-{'ue8m0' if rounds_scales() else 'fp32'}"
 
 
-def _held_scales(name: str, layer: Any, spec: Any) -> str:
+def _held_scales(name: str, layer: Layer, spec: Any) -> str:
     """Return what a layer's encoding says of the scales by which it quantises, such as ``/k=0.25,v=0.5``.
 
     They belong to the layer, not to its pages, but pages cannot be read without them. Nothing where its cache is not
     quantised, or all scales lie in its pages, beside each token.
 
     Raises:
-        ConfigError: The scales are not known, or not fixed.
+        ConfigError: The scales are not known.
     """
     if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") == "NONE":
         return ""
-    if layer is None:
+    if layer.of is None:
         raise ConfigError(f"layer {name!r}: its cache is quantised, and the layer that has its scales cannot be found")
-    if getattr(layer, "calculate_kv_scales", False):
-        raise ConfigError(
-            f"layer {name!r} computes the scales of its cache in its first forward pass, so each engine has its own: "
-            "remove calculate_kv_scales, or use a checkpoint that holds scales"
-        )
-    held = {holder[1]: getattr(layer, holder) for holder in _SCALES if getattr(layer, holder, None) is not None}
-    return "/" + ",".join(f"{what}={_told(scale)}" for what, scale in held.items()) if held else ""
+    return "/" + ",".join(f"{what}={_told(scale)}" for what, scale in layer.scales.items()) if layer.scales else ""
 
 
 def _told(scale: Any) -> str:
@@ -150,9 +140,6 @@ Form = Literal["kv", "row", "latent", "indexer", "packed", "whole"]
 """``kv``: each head's token is its K, then its V. ``row``: each head's token is one run of bytes. ``latent``: each token is
 one run of bytes, for all heads. ``indexer``: the values of all tokens, then their scales, for all heads. ``packed``: each
 head's tokens are one piece. ``whole``: the page is one piece."""
-
-INDEXER_SCALED = 128
-"""Bytes of an indexer's values, one for each number, that share a scale of 4 bytes."""
 
 _HERE = "v1.attention.backends"
 
@@ -213,15 +200,14 @@ _INLINE = {"INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
 """Quantisations that keep the scales of each head's token next to it (``TritonAttentionBackend.customize_spec``)."""
 
 
-def writer_of(layer: Any) -> str:
+def writer_of(layer: Layer) -> str:
     """Return the name of the class in vLLM that determines how this layer's pages are written; empty if it is not known.
 
     vLLM derives some classes from its back ends that differ from them only in how they are told what to do
     (``subclass_attention_backend``); for these, the class that they are derived from is returned. A class that differs in more, or
     does not come from vLLM, may write in any way, unless it is in ``WRITERS``.
     """
-    get = getattr(layer, "get_attn_backend", None)
-    for cls in getattr(get(), "__mro__", ()) if get is not None else ():
+    for cls in layer.backends:
         known = cls.__module__.startswith("vllm.")
         path = f"{cls.__module__.removeprefix('vllm.')}.{cls.__qualname__}" if known else ""
         if "get_name" in vars(cls) or path in WRITERS:
@@ -252,14 +238,16 @@ def replicated(spec: Any, writer: str) -> bool:
     return getattr(spec, "max_tp_shards", None) == 1 or (shared and getattr(spec, "num_kv_heads", 0) == 1)
 
 
-def indexer_rows(layer: Any, spec: Any) -> tuple[int, int] | None:
+def indexer_rows(layer: Layer, spec: Any) -> tuple[int, int] | None:
     """Return how many bytes of values and of scales an indexer's page has for each token; ``None`` if it is not laid out so.
 
     It is, for fp8 with fp32 scales, where kernels do not shuffle tokens within a page.
     """
+    from kvxfer_vllm.internals import INDEXER_SCALED
+
     per_token = spec.head_size * getattr(spec.dtype, "itemsize", 0)
     scales, rest = divmod(per_token * 4, INDEXER_SCALED + 4)
-    if rest or getattr(spec.dtype, "itemsize", 0) != 1 or getattr(layer, "uses_shuffled_layout", True):
+    if rest or getattr(spec.dtype, "itemsize", 0) != 1 or layer.shuffles:
         return None
     return per_token - scales, scales
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+import kvxfer_vllm.internals as internals
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Heads, Rank
 from kvxfer.values import MAX_TOKENS, Group
-from kvxfer_vllm.internals import takes_loaded_windows
+from kvxfer_vllm.internals import Layer, channels_outside
 from kvxfer_vllm.pages.catalogue import entry_of
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _classify(i: int, group: KVCacheGroupSpec) -> GroupPages:
     names = ", ".join(sorted({type(s).__name__ for s in specs}))
     if getattr(group, "host_resident", False):
         raise ConfigError(f"kvxfer does not support KV-cache group {i} ({names}): it lives in the host's memory")
-    if replays(spec) and not (getattr(group, "enable_kv_transfer", True) and takes_loaded_windows()):
+    if replays(spec) and not (getattr(group, "enable_kv_transfer", True) and internals.TAKES_LOADED_WINDOWS):
         # vLLM would compute tokens again that it has counted as loaded.
         raise ConfigError(
             f"kvxfer does not support KV-cache group {i} ({names}): vLLM does not keep its window for prefix hits"
@@ -131,7 +132,7 @@ _WINDOW = re.compile(r"swa|sliding|local|window")
 _FULL = re.compile(r"global|full")
 
 
-def total_heads(name: str, layer: Any, spec: Any, config: VllmConfig) -> int | None:
+def total_heads(name: str, layer: Layer, spec: Any, config: VllmConfig) -> int | None:
     """Return the number of a layer's KV heads, with replicas counted once; ``None`` if it is not certain."""
     ranks, own = int(config.parallel_config.tensor_parallel_size), int(spec.num_kv_heads)
     shards = getattr(spec, "max_tp_shards", None)
@@ -139,14 +140,9 @@ def total_heads(name: str, layer: Any, spec: Any, config: VllmConfig) -> int | N
         return own * min(ranks, int(shards))
     if own > 1 or ranks == 1:
         return own * ranks
-    named = _of_layer(name, config) or _of_kind(_sees_window(layer, spec), config)
+    named = _of_layer(name, config) or _of_kind(layer.sees_window(spec), config)
     fitting = {n for n in named if max(1, n // ranks) == own and not (n % ranks and ranks % n)}
     return fitting.pop() if len(fitting) == 1 else None
-
-
-def _sees_window(layer: Any, spec: Any) -> bool:
-    """Return whether a layer has a window. Without the hybrid manager all layers may have one spec, which names the window of some."""
-    return bool(getattr(layer, "sliding_window", getattr(spec, "sliding_window", None)))
 
 
 def _of_layer(name: str, config: VllmConfig) -> set[int]:
@@ -210,22 +206,22 @@ class Piece:
     token: int | None = None
 
 
-def state_pieces(layer: Any, spec: Any, rank: Rank, size: int, device: str) -> list[Piece]:
+def state_pieces(layer: Layer, spec: Any, rank: Rank, size: int, device: str) -> list[Piece]:
     """Return the planes of a layer's states on one of ``size`` tensor-parallel ranks.
 
-    ``layer`` is vLLM's layer object, or ``None``; ``device`` is the sort of device whose kernels write the states.
+    ``device`` is the sort of device whose kernels write the states.
     """
     sections = _sections(layer, spec, rank.tp, size)
     if sections is None:
         return [_whole(spec, rank, size, device)]
-    kind = f"vllm/state/{type(layer).__name__}"
+    kind = f"vllm/state/{layer.kind}"
     item = spec.dtypes[0].itemsize
     channels = sum(s.count for s in sections)
     rows = prod(spec.shapes[0]) // channels
-    outside = _channels_outside()
+    outside = channels_outside()
     row, channel = (item, rows * item) if outside else (channels * item, item)
     # With drafts, GPU kernels keep the inputs in the first rows; CPU kernels need not.
-    kept = rows - layer.num_spec if device == "cuda" and hasattr(layer, "num_spec") else rows
+    kept = rows - (layer.drafts or 0) if device == "cuda" else rows
     encoding = f"{kind}/inputs/{_plain(spec.dtypes[0])}/{kept}/{device}"
     out, first = [], 0
     for s, section in enumerate(sections):
@@ -249,21 +245,21 @@ class _Section:
     total: int
 
 
-def _sections(layer: Any, spec: Any, rank: int, size: int) -> list[_Section] | None:
+def _sections(layer: Layer, spec: Any, rank: int, size: int) -> list[_Section] | None:
     """Return the sections of a layer's convolution; ``None`` if they are not certain."""
-    kind, shapes = type(layer), spec.shapes
-    if not kind.__module__.startswith("vllm.") or getattr(spec, "tp_replicated", False) or len(shapes[0]) != 2:
+    kind, shapes = layer.kind, spec.shapes
+    if not kind or getattr(spec, "tp_replicated", False) or len(shapes[0]) != 2:
         return None
-    channels = shapes[0][0 if _channels_outside() else 1]
+    channels = shapes[0][0 if channels_outside() else 1]
     matrix: tuple[int, ...] = shapes[1] if len(shapes) == 2 else ()
-    if kind.__name__ == "ShortConv" and len(shapes) == 1:
+    if kind == "ShortConv" and len(shapes) == 1:
         cut = [channels]
-    elif kind.__name__ == "MambaMixer" and len(matrix) == 2 and matrix[0] == channels:
+    elif kind == "MambaMixer" and len(matrix) == 2 and matrix[0] == channels:
         cut = [channels]
-    elif kind.__name__ == "MambaMixer2" and len(matrix) == 3:
+    elif kind == "MambaMixer2" and len(matrix) == 3:
         inner = matrix[0] * matrix[1]
         return _beside_groups(layer, inner, channels - inner, matrix[2], rank, size)
-    elif kind.__name__ in _DELTA and len(matrix) == 3:
+    elif kind in _DELTA and len(matrix) == 3:
         values = matrix[0] * matrix[1]
         keys, odd = divmod(channels - values, 2)
         if keys <= 0 or odd:
@@ -274,10 +270,10 @@ def _sections(layer: Any, spec: Any, rank: int, size: int) -> list[_Section] | N
     return [_Section(rank * n, n, size * n) for n in cut]
 
 
-def _beside_groups(layer: Any, inner: int, rest: int, state: int, rank: int, size: int) -> list[_Section] | None:
+def _beside_groups(layer: Layer, inner: int, rest: int, state: int, rank: int, size: int) -> list[_Section] | None:
     """Return the sections of Mamba 2: inputs, B and C. If there is one group for all heads, each rank holds a replica of it."""
     of_group, odd = divmod(rest, 2)
-    groups = 1 if size == 1 else getattr(getattr(layer, "norm", None), "n_groups", None)
+    groups = 1 if size == 1 else layer.groups
     if of_group <= 0 or odd or of_group % state or groups is None or (groups != 1 and groups % size):
         return None
     replicas = groups == 1 and size > 1
@@ -288,20 +284,13 @@ def _beside_groups(layer: Any, inner: int, rest: int, state: int, rank: int, siz
 def _whole(spec: Any, rank: Rank, size: int, device: str) -> Piece:
     states = zip(spec.shapes, spec.dtypes, strict=True)
     parts = ",".join(f"{'x'.join(map(str, shape))}:{_plain(dtype)}" for shape, dtype in states)
-    order = "channels first" if _channels_outside() else "rows first"
+    order = "channels first" if channels_outside() else "rows first"
     name = getattr(spec.mamba_type, "name", spec.mamba_type)
     encoding = f"vllm/state/{name}/{parts}/{order}/{device}"
     nbytes = int(spec.state_content_size_bytes)
     if getattr(spec, "tp_replicated", False):
         return Piece("state", nbytes, f"{encoding}/on all ranks", None)
     return Piece("state", nbytes, f"{encoding}/of {size} ranks", Heads(rank.tp, 1, size, nbytes))
-
-
-def _channels_outside() -> bool:
-    """Return whether a convolution's state is [channels, rows] rather than [rows, channels]; an environment variable of vLLM's decides."""
-    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
-    return bool(is_conv_state_dim_first())
 
 
 def _plain(dtype: Any) -> str:
