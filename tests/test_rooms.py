@@ -19,7 +19,7 @@ CONTAINERS = {"dict", "set", "defaultdict", "OrderedDict", "Counter", "Recent", 
 
 BY_REQUEST_OR_TRANSFER = {
     "EngineRequests._requests": "the requests, by name",
-    "FetchSchedule._wanted": "the transfers that loads want",
+    "FetchSchedule._transfers": "the transfers that loads want",
     "Offerings._transfers": "the offerings, by transfer",
     "Asks._sent": "the questions, by the name that each source was given",
     "Notices._over": "offers that are over, for a lease",
@@ -153,7 +153,7 @@ def _passes_on(method: ast.FunctionDef) -> bool:
 
 
 def test_no_method_only_passes_on() -> None:
-    interface = {"WorkerSide.fileno", "Benefit.loaded"}  # which are one of several that belong together
+    interface = {"WorkerSide.fileno", "LoadOrCompute.loaded"}  # which are one of several that belong together
     found = {
         f"{cls.name}.{method.name}"
         for cls in _classes(*_rooms())

@@ -22,7 +22,6 @@ Behind the two sides, each idea has a module of its own: ``docs/engine-room.md``
 offering.
 """
 
-from kvxfer.engine.alone import EngineQueue
 from kvxfer.engine.answers import AnswerCounts, HeldPrefix, Inquiry
 from kvxfer.engine.asks import AskCounts
 from kvxfer.engine.ends import Update
@@ -31,6 +30,7 @@ from kvxfer.engine.pins import BlockPins, BlockPool, ElasticPool, LendingPool
 from kvxfer.engine.prefix_pool import PrefixPool
 from kvxfer.engine.scheduler import SchedulerSide
 from kvxfer.engine.side_channel import ChannelAddress, WorkerChannel
+from kvxfer.engine.step_wait import EngineQueue
 from kvxfer.engine.worker import WorkerSide
 from kvxfer.schedule import Chain, Prefix, PrefixIndex, ScheduleError
 from kvxfer.ticket import Ticket

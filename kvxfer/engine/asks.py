@@ -13,7 +13,7 @@ from kvxfer.control.notices import Answered, Unheard
 from kvxfer.engine.ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
-from kvxfer.engine.paces import Benefit
+from kvxfer.engine.paces import LoadOrCompute
 from kvxfer.errors import ArgumentError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
@@ -75,10 +75,10 @@ class Asks:
         notices: Notices,
         schedule: FetchSchedule,
         loads: Loads,
-        benefit: Benefit,
+        choice: LoadOrCompute,
     ) -> None:
         self._config, self._directory, self._notices = config, directory, notices
-        self._schedule, self._loads, self._benefit = schedule, loads, benefit
+        self._schedule, self._loads, self._choice = schedule, loads, choice
         self._alike: dict[Hashable, Ask] = {}  # by what is asked, and of whom
         # What has yet to be answered, by the name that it was given; None: nobody needs an answer any more.
         self._sent: Recent[TransferId, tuple[Source, Ask | None]] = Recent(config.lease, MAX_SENT)
@@ -151,7 +151,7 @@ class Asks:
         self._notices.take_in()
         if not ask.done and self._speaks(ask) and wanted >= self._config.ask_tokens:
             most = self._config.ask_timeout
-            until = ask.asked_at + min(most, self._benefit.computing(wanted, self._config.ask))
+            until = ask.asked_at + min(most, self._choice.computing(wanted, self._config.ask))
             self._wait_alone(ask, until)
             now = clock.now()
             if now < until and not ask.done:
@@ -167,7 +167,7 @@ class Asks:
         others = [one.ask for one in self._schedule.requests if one.asking]
         if any(one is not None and one.state is _S.NEW for one in others):
             return  # those are to be sent first
-        self._loads.alone.wait(lambda: ask.done or clock.now() >= until, self._look, asking=len(others))
+        self._loads.step_wait.wait(lambda: ask.done or clock.now() >= until, self._look, asking=len(others))
 
     def _look(self, seconds: float) -> None:
         clock.wait(min(seconds, ANSWER_LOOK_S))
@@ -211,7 +211,7 @@ class Asks:
     def _best(self, ask: Ask, computed: int) -> PrefixOffer | None:
         """Return the answer whose load saves most time; None if none saves any."""
         saves = [
-            (self._benefit.saves(one.source, one.tokens - computed, self._config.ask), one)
+            (self._choice.saves(one.source, one.tokens - computed, self._config.ask), one)
             for one in ask.answers
             if one.tokens - computed >= self._config.ask_tokens
         ]
@@ -225,7 +225,10 @@ class Asks:
             return False
         self._loads.arrived(load)
         load.came_at, load.found_at, load.kind = ask.asked_at, ask.decided_at, ask.kind
-        ask.wanted, load.wanted.patience = load.wanted, min(max(self._config.ask_timeout, BEGIN_S), self._config.start)
+        ask.transfer, load.transfer.patience = (
+            load.transfer,
+            min(max(self._config.ask_timeout, BEGIN_S), self._config.start),
+        )
         return True
 
     def _on(self, ask: Ask, event: AskEvent, reason: str = "") -> None:
@@ -283,7 +286,7 @@ class Asks:
         ask, load = request.ask, request.own_load
         if ask is None or ask.state is _S.CLOSED:
             return
-        if load is None or load.wanted is not ask.wanted:
+        if load is None or load.transfer is not ask.transfer:
             self._leave(request, ask)
         elif load.is_sync and external:
             self._end(ask, _E.DELIVERED, load, external)
@@ -312,11 +315,11 @@ class Asks:
         counts = self._counts(ask)
         if event is _E.DELIVERED:
             counts.loaded += tokens
-            self._benefit.loaded(load.wanted.source, tokens, clock.now() - load.fetched_at)
+            self._choice.loaded(load.transfer.source, tokens, clock.now() - load.fetched_at)
         else:
             counts.recomputed += tokens
             if load.failure is not None and load.failure.kind not in GAVE_UP:
-                source = load.wanted.source
+                source = load.transfer.source
                 self._useless.put((source.host, source.port), True, clock.now())
 
     # --- what directories answer -------------------------------------------------------------------------------------

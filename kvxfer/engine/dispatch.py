@@ -71,7 +71,7 @@ class Dispatch:
             self.channel.connect(self._channels)
 
     def prepare(self, source: Source) -> None:
-        """Have the workers make their links to an engine from which they are to fetch, the first time that it is named."""
+        """Tell the workers to make their links to a source when it is first named."""
         if source not in self._prepared and self.channel.open:
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.clear()

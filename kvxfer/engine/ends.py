@@ -138,7 +138,7 @@ class LoadEnds:
         """Tell, once, how a load has ended, and learn from it how fast its link is."""
         if load.over_at:
             return
-        source, stages = load.wanted.source, load.stages
+        source, stages = load.transfer.source, load.stages
         if load.failure is not None:
             self._paces.failed(source)
         elif load.short is None and stages is not None:

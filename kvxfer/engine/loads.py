@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvxfer import arguments, clock
 from kvxfer.config import Config
-from kvxfer.engine.alone import Alone
 from kvxfer.engine.dispatch import Dispatch
 from kvxfer.engine.ends import LoadEnds, Update
 from kvxfer.engine.exchange import Report
@@ -12,6 +11,7 @@ from kvxfer.engine.notices import Notices
 from kvxfer.engine.paces import LinkPaces
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.prefetch import Prefetches
+from kvxfer.engine.step_wait import StepWait
 from kvxfer.engine.stories import Stories
 from kvxfer.errors import KvxferError
 from kvxfer.geometry.tables import TableCheck
@@ -32,7 +32,7 @@ class Loads:
         schedule: All loads.
         prefetches: Those of them that are sync.
         paces: How fast recent loads were.
-        alone: Whether the engine has nothing else to do.
+        step_wait: Whether a step may wait for loads.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Loads:
         stories: Stories,
     ) -> None:
         self.schedule, self._dispatch, self._notices = schedule.consumer, dispatch, notices
-        self._ranks, self._tables, self._stories, self.alone = ranks, tables, stories, Alone(schedule.consumer)
+        self._ranks, self._tables, self._stories, self.step_wait = ranks, tables, stories, StepWait(schedule.consumer)
         self.paces = LinkPaces()
         self.prefetches = Prefetches(
-            schedule, pins, tables.groups, ranks, config.step_budget, self._hear, self.paces, self.alone
+            schedule, pins, tables.groups, ranks, config.step_budget, self._hear, self.paces, self.step_wait
         )
         self._ends = LoadEnds(schedule.consumer, pins, ranks, self.paces, stories)
 
@@ -61,7 +61,7 @@ class Loads:
         if not load.came_at:
             load.came_at = clock.now()
             self._notices.loads(load)
-            self._dispatch.prepare(load.wanted.source)
+            self._dispatch.prepare(load.transfer.source)
 
     def decline(self, transfer: TransferId, digest: bytes, source: Source, answer: str) -> None:
         """Have a producer told that a request was rejected before it came here, and will not fetch a transfer.
@@ -80,11 +80,11 @@ class Loads:
     def prefetch(self, load: Load, computed: int) -> None:
         """Begin a load before its request has blocks, if it is short; see ``SchedulerSide.prefetch``."""
         self._fetch_ahead(load, computed)
-        self._dispatch.send_ahead(TOGETHER_S if self.alone.coming else 0.0)
+        self._dispatch.send_ahead(TOGETHER_S if self.step_wait.arriving else 0.0)
 
     def _fetch_ahead(self, load: Load, computed: int) -> None:
         """Begin a load into lent blocks if it is offered whole and short; that is tried once."""
-        if load.tried or not load.wanted.offered:
+        if load.tried or not load.transfer.offered:
             return
         load.tried = True
         if self._dispatch.direct and self.prefetches.begin(load, computed):
@@ -92,7 +92,7 @@ class Loads:
 
     def loadable(self, load: Load, computed: int) -> int | None:
         """Return how many tokens can come from outside; see ``SchedulerSide.loadable``."""
-        if load.state is _S.WAITING and computed < load.wanted.tokens and self._notices.awaits(load):
+        if load.state is _S.WAITING and computed < load.transfer.tokens and self._notices.awaits(load):
             return None
         load.computed = computed
         if not computed:  # local blocks may not be in use yet, and would be lent to this very load
@@ -204,9 +204,9 @@ class Loads:
         Returns:
             Whether there was nothing but loads to wait for. If not, or if that step says what workers must hear at once, it has not waited.
         """
-        if not (self.under_way and self._dispatch.told and self._dispatch.direct and self.alone.now):
+        if not (self.under_way and self._dispatch.told and self._dispatch.direct and self.step_wait.free):
             return False
-        self.alone.wait(lambda: self._ends.news, self._hear)
+        self.step_wait.wait(lambda: self._ends.news, self._hear)
         return True
 
     @property

@@ -86,7 +86,7 @@ class Notices:
     def _give_up(self, load: Load, kind: FailureKind, why: str) -> None:
         """Have a request that waits for its producer computed here."""
         log.warning("request %s is computed here: %s", printable(load.request), why)
-        load.failure = Failure(kind, why, str(load.wanted.source))
+        load.failure = Failure(kind, why, str(load.transfer.source))
         self._schedule.consumer.tell(load, LoadEvent.GIVE_UP, why)
 
     # --- offers here -------------------------------------------------------------------------------------------------
@@ -129,13 +129,13 @@ class Notices:
                 for named in notice.transfers:
                     self._schedule.consumer.found(named.transfer, named.digest)
                     for load in tuple(self._schedule.consumer.wanting(named.transfer)):
-                        if load.wanted.digest == named.digest:
+                        if load.transfer.digest == named.digest:
                             self._schedule.consumer.tell(load, LoadEvent.BEGUN)
                 continue
             if isinstance(notice, OtherContent):
                 for named in notice.transfers:
                     for load in tuple(self._schedule.consumer.wanting(named.transfer)):
-                        if load.wanted.digest == named.digest and load.state is LoadState.WAITING:
+                        if load.transfer.digest == named.digest and load.state is LoadState.WAITING:
                             self._give_up(load, FailureKind.DIGEST_DIFFERS, OTHER)
                 continue
             if isinstance(notice, Answered):
@@ -144,10 +144,10 @@ class Notices:
             if isinstance(notice, Unheard):
                 self.unheard(notice)
                 for load in self._schedule.consumer:
-                    wanted = load.wanted
-                    if (wanted.source.host, wanted.source.port) != (notice.host, notice.port):
+                    loaded = load.transfer
+                    if (loaded.source.host, loaded.source.port) != (notice.host, notice.port):
                         continue
-                    if wanted.transfer.unplaced:
+                    if loaded.name.unplaced:
                         self._give_up(load, FailureKind.PEER_UNREACHABLE, "the producer's directory cannot be reached")
                     else:
                         self._schedule.consumer.tell(load, LoadEvent.BEGUN)

@@ -9,7 +9,7 @@ Others may be reading blocks when the engine lets go of them. They are kept unti
 - A request that is preempted: the engine needs its blocks, so they are not pinned; the offer is revoked instead. In an elastic
   cache they are pinned all the same, because a block that is freed there may lose its memory under a reader.
 - Any of these, in an engine that writes to new blocks before its workers hear of revocations: what is offered whole is pinned
-  until the step that revokes it has been given its blocks. No reader is delivered what is offered in part.
+  until the step that revokes it has been given its blocks. What is offered in part is delivered to nobody.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ class Offers:
         self._groups = tables.groups
         self._windows = any(group.window for group in self._groups)
         self.elastic = False
-        self.let_go: Callable[[Offering], None] = lambda found: None
+        self.let_go: Callable[[Offering], None] = lambda offering: None
         self._leaving: list[Pin] = []  # what the next step revokes
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
-    def arrived(self, found: Offering) -> None:
+    def arrived(self, offering: Offering) -> None:
         """Take in what consumers have said of an offer before it was made."""
-        found.came_at = found.came_at or clock.now()
-        self._notices.offered(found.transfer, found.digest)
+        offering.came_at = offering.came_at or clock.now()
+        self._notices.offered(offering.transfer, offering.digest)
 
     def ticket(self, request: EngineRequest, source: Source) -> Ticket | None:
         """Return what a consumer of this request's offer must be told; see ``SchedulerSide.ticket``."""
-        found = request.offering
-        if found is None or not found.offered or (found.namesake and request.name not in found.sharers):
+        offering = request.offering
+        if offering is None or not offering.offered or (offering.namesake and request.name not in offering.sharers):
             return None
-        return Ticket(found.transfer, found.digest, source, found.total)
+        return Ticket(offering.transfer, offering.digest, source, offering.total)
 
     def answer(self, request: str) -> str:
         """Return the name of the answer that tells consumers of this request's offer: a lost request's for a retry.
@@ -86,11 +86,11 @@ class Offers:
         Consumers that have been told the same transfer by answers of different names are counted separately (``load``, ``answer``).
         """
         known = self.schedule.requests.find(RequestId(arguments.instance("request", request, str)))
-        found = None if known is None else known.own_offering
+        offering = None if known is None else known.own_offering
         return (
             request
-            if known is None or found is None or not found.tracked
-            else found.sharers.get(known.name, found.answer)
+            if known is None or offering is None or not offering.tracked
+            else offering.sharers.get(known.name, offering.answer)
         )
 
     def unanswered(self, answer: str) -> None:
@@ -154,84 +154,88 @@ class Offers:
 
     def follows(self, request: EngineRequest) -> bool:
         """Return whether blocks of this running request are offered, or pinned though its offer may be over."""
-        found = request.own_offering
-        return found is not None and (
-            found.tracked or found.request == request.name and (found.end is not None or found.running is not None)
+        offering = request.own_offering
+        return offering is not None and (
+            offering.tracked
+            or offering.request == request.name
+            and (offering.end is not None or offering.running is not None)
         )
 
     def runs(self, request: EngineRequest, computed: int, scheduled: int, table: BlockTable) -> None:
         """Record that the request runs in this step; see ``SchedulerSide.runs``."""
-        found = request.own_offering
-        if found is None or not found.tracked:
+        offering = request.own_offering
+        if offering is None or not offering.tracked:
             return
         self._tables.check("table", table)
         for g, group in enumerate(self._groups):
             if group.kind == "full":
-                self._tables.lists("table", table, g, 0, min(computed + scheduled, found.total))
-        begun = found.progress > 0 or found.held
-        if request.computing is found:
-            self.schedule.check(found, computed + scheduled, table)
-            if self._windows and computed + scheduled >= found.total and found.end is None:
-                end = table.only(_end(group, found.total) for group in self._groups)
-                if self._pins.keep(found, end.ids()):
-                    found.end = end
-            self.schedule.step(found, computed, scheduled, table, found.end)
+                self._tables.lists("table", table, g, 0, min(computed + scheduled, offering.total))
+        begun = offering.progress > 0 or offering.held
+        if request.computing is offering:
+            self.schedule.check(offering, computed + scheduled, table)
+            if self._windows and computed + scheduled >= offering.total and offering.end is None:
+                end = table.only(_end(group, offering.total) for group in self._groups)
+                if self._pins.keep(offering, end.ids()):
+                    offering.end = end
+            self.schedule.step(offering, computed, scheduled, table, offering.end)
             if self.elastic or self._writes_early:
-                self._pin(found)
-        if found.final and not found.whole_at:
-            found.whole_at = clock.now()
-        if not begun and found.progress > 0:
-            found.begun_at = clock.now()
-            self._notices.directory.begins(found.transfer, found.digest)
+                self._pin(offering)
+        if offering.final and not offering.whole_at:
+            offering.whole_at = clock.now()
+        if not begun and offering.progress > 0:
+            offering.begun_at = clock.now()
+            self._notices.directory.begins(offering.transfer, offering.digest)
 
-    def _pin(self, found: Offering) -> None:
+    def _pin(self, offering: Offering) -> None:
         """Pin the blocks that are new in a running request's offer."""
-        if found.running is not None and found.running.generation != found.generation:
-            self._taken(found)  # preempted without a call of ``preempted``
-        if not (self.elastic or found.final):
+        if offering.running is not None and offering.running.generation != offering.generation:
+            self._taken(offering)  # preempted without a call of ``preempted``
+        if not (self.elastic or offering.final):
             return
-        running = found.running or Pin(found.generation)
-        new = set(found.blocks.ids()) - running.blocks
+        running = offering.running or Pin(offering.generation)
+        new = set(offering.blocks.ids()) - running.blocks
         if new and self._pins.keep(running, new):
             running.blocks |= new
-            found.running = running
+            offering.running = running
 
     def preempted(self, request: EngineRequest) -> None:
         """Record that the engine has taken the request's blocks away. Those that were offered are revoked."""
         if request.computing is not None:
             self.schedule.preempt(request.computing)
-        found = request.own_offering
-        if found is not None and found.request == request.name:
-            self._taken(found)
-            found.end = None
-            self._pins.drop(found)
+        offering = request.own_offering
+        if offering is not None and offering.request == request.name:
+            self._taken(offering)
+            offering.end = None
+            self._pins.drop(offering)
 
-    def _taken(self, found: Offering) -> None:
+    def _taken(self, offering: Offering) -> None:
         """Unpin what others may be reading of a running request's offer; what is elastic only once all ranks have said that nobody does."""
-        running, found.running = found.running, None
+        running, offering.running = offering.running, None
         if running is not None:
             if self.elastic:
-                self._hold(found, running.generation, running.blocks)
+                self._hold(offering, running.generation, running.blocks)
             self._pins.drop(running)
 
-    def _hold(self, found: Offering, generation: Generation, blocks: Collection[int]) -> bool:
+    def _hold(self, offering: Offering, generation: Generation, blocks: Collection[int]) -> bool:
         """Pin blocks that the engine gives up, until all ranks are done with this generation; log it if that is not possible."""
         pin = Pin(generation, set(blocks))
         if held := self._pins.hold(pin, pin.blocks):
-            found.pins.append(pin)
+            offering.pins.append(pin)
         else:
             log.warning(
                 "request %s: %d blocks are given back while a transfer may still touch them",
-                printable(found.name),
+                printable(offering.name),
                 len(blocks),
             )
         return held
 
-    def finished(self, request: EngineRequest, table: BlockTable, complete: bool, *, found: bool, good: bool) -> bool:
+    def finished(
+        self, request: EngineRequest, table: BlockTable, complete: bool, *, findable: bool, good: bool
+    ) -> bool:
         """Record that the request is over, with this block table at its end; return whether the engine must keep its blocks.
 
         ``complete``: it ended normally and its KV is good. ``good``: what it has offered is good although it is not complete.
-        ``found``: other engines can find these ranks, so that one may be reading.
+        ``findable``: other engines can find these ranks, so that one may be reading.
         """
         offering = request.own_offering
         if offering is None:
@@ -246,7 +250,7 @@ class Offers:
         kept = False
         with self.schedule.door.of(request.name):
             kept = self.schedule.finish(
-                request, whole, complete, good and not complete, lambda: self._keep(offering, found)
+                request, whole, complete, good and not complete, lambda: self._keep(offering, findable)
             )
         running, offering.running = offering.running, None
         if kept:
@@ -259,12 +263,12 @@ class Offers:
         self._pins.drop(offering)  # last, because only blocks that are still in use can be pinned
         return False
 
-    def _keep(self, offering: Offering, found: bool) -> bool:
+    def _keep(self, offering: Offering, findable: bool) -> bool:
         """Keep blocks that others may be reading of a request that has failed; return whether they are kept until all are done."""
         if self.elastic and offering.running is not None:
             self._hold(offering, offering.running.generation, offering.running.blocks)
             return False
-        blocks = offering.blocks.ids() if offering.computed and found else ()
+        blocks = offering.blocks.ids() if offering.computed and findable else ()
         return bool(blocks) and self._hold(offering, offering.generation, blocks)
 
     # --- what ranks report ---------------------------------------------------------------------------------------------
@@ -276,47 +280,47 @@ class Offers:
 
     def unread(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> None:
         """Record that nobody reads from some ranks any more what was offered of a transfer, up to a generation."""
-        for found in list(self.schedule.under(transfer)):
-            found.quiet |= {r: max(g, found.quiet.get(r, g)) for r, g in ranks.items() if g >= found.born}
-            for pin in found.pins[:] if len(found.quiet) >= self._ranks else ():
-                if pin.generation <= min(found.quiet.values()):
+        for offering in list(self.schedule.under(transfer)):
+            offering.quiet |= {r: max(g, offering.quiet.get(r, g)) for r, g in ranks.items() if g >= offering.born}
+            for pin in offering.pins[:] if len(offering.quiet) >= self._ranks else ():
+                if pin.generation <= min(offering.quiet.values()):
                     self._pins.drop(pin)
-                    found.pins.remove(pin)
-                    self.schedule.forget(found)
+                    offering.pins.remove(pin)
+                    self.schedule.forget(offering)
 
     def ended(self, transfer: TransferId, ranks: Mapping[Rank, OfferEnd]) -> None:
         """Record how an offer has ended on some ranks. What one rank says is told of all, and a failure rather than a delivery."""
-        found = next((one for one in self.schedule.under(transfer) if one.ended is None), None)
-        if found is not None:
+        offering = next((one for one in self.schedule.under(transfer) if one.ended is None), None)
+        if offering is not None:
             failed = (end for end in ranks.values() if end.failure is not None)
-            self._stories.offer_ended(found, next(failed, next(iter(ranks.values()))))
+            self._stories.offer_ended(offering, next(failed, next(iter(ranks.values()))))
 
     def released(self, transfer: TransferId, ranks: Mapping[Rank, Generation]) -> RequestId | None:
         """Record that some ranks are done with an offer, up to a generation; return a held request that may be freed."""
         self.unread(transfer, ranks)
         freed = None
-        for found in list(self.schedule.under(transfer)):
-            found.done |= {r: max(g, found.done.get(r, g)) for r, g in ranks.items() if g >= found.born}
-            if len(found.done) >= self._ranks and self._done(found, min(found.done.values())):
-                freed = found.request or freed
+        for offering in list(self.schedule.under(transfer)):
+            offering.done |= {r: max(g, offering.done.get(r, g)) for r, g in ranks.items() if g >= offering.born}
+            if len(offering.done) >= self._ranks and self._done(offering, min(offering.done.values())):
+                freed = offering.request or freed
         return freed
 
-    def _done(self, found: Offering, generation: Generation) -> bool:
+    def _done(self, offering: Offering, generation: Generation) -> bool:
         """Record that all ranks are done with an offering up to a generation; return whether its held blocks are now free."""
-        if found.running is not None and found.running.generation <= generation:
-            self._pins.drop(found.running)
-            found.running = None
-        freed = self.schedule.done(found, generation)
-        if found.state is _S.CLOSED and found.over:
-            self._pins.drop(found)
-            if not found.request:
-                self.let_go(found)
+        if offering.running is not None and offering.running.generation <= generation:
+            self._pins.drop(offering.running)
+            offering.running = None
+        freed = self.schedule.done(offering, generation)
+        if offering.state is _S.CLOSED and offering.over:
+            self._pins.drop(offering)
+            if not offering.request:
+                self.let_go(offering)
         return freed
 
-    def freed(self, found: Offering) -> None:
+    def freed(self, offering: Offering) -> None:
         """Record that the engine frees a held request, on its own authority: nobody may be reading its blocks any more."""
-        if found.held:
-            self._done(found, LAST)
+        if offering.held:
+            self._done(offering, LAST)
 
     @property
     def unfinished(self) -> bool:

@@ -105,7 +105,7 @@ class StepCost:
         return tokens * min(statistics.median(alike) for alike in self._seen.values())
 
 
-class Benefit:
+class LoadOrCompute:
     """Estimates whether a load ends before its tokens could be computed.
 
     How long a load takes counts from its request to the source until the engine is told of its end. So what a load costs whatever its size

@@ -16,10 +16,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from kvxfer import clock
-from kvxfer.engine.alone import Alone
 from kvxfer.engine.exchange import BlockCopy
 from kvxfer.engine.paces import LinkPaces, Pace
 from kvxfer.engine.pins import BlockPins
+from kvxfer.engine.step_wait import StepWait
 from kvxfer.schedule import Load, LoadEvent, LoadState, Schedule, ScheduleError
 from kvxfer.values import NULL, BlockTable, Group, Rank
 
@@ -31,7 +31,7 @@ class Prefetches:
 
     ``budget`` is the seconds of a step that may be spent on waiting and copying. ``receive`` waits for
     results, for up to the seconds that it is given, and takes them in; it returns whether there were any.
-    ``alone`` says when the engine has nothing else to do.
+    ``step_wait`` says how long a step may wait.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Prefetches:
         budget: float,
         receive: Callable[[float], bool],
         paces: LinkPaces,
-        alone: Alone,
+        step_wait: StepWait,
     ) -> None:
-        self._alone, self._paces, self._copying = alone, paces, Pace()
+        self._step_wait, self._paces, self._copying = step_wait, paces, Pace()
         self._schedule, self._ledger, self._pins = schedule.consumer, schedule.ledger, pins
         self._groups, self._ranks = tuple(groups), ranks
         self._budget = self._left = budget
@@ -63,13 +63,13 @@ class Prefetches:
         Raises:
             ScheduleError: The pool has lent blocks that are in use.
         """
-        tokens, source = load.wanted.tokens, load.wanted.source
+        tokens, source = load.transfer.tokens, load.transfer.source
         if not self._possible or load.state is not _S.OPEN or start >= tokens:
             return False
         if any(start % group.block_tokens for group in self._groups):
             return False
         expected = self._paces.estimate(source, tokens - start)
-        spare = self._alone.spare(load)
+        spare = self._step_wait.worth(load)
         if expected is None or (expected > self._budget and not spare):
             return False  # async loads keep this estimate up to date too, but not that of copies
         if not self._copying.fits(tokens - start, max(self._budget - expected, spare)):
@@ -89,7 +89,7 @@ class Prefetches:
 
     @staticmethod
     def _span(group: Group, start: int, tokens: int) -> tuple[int, int]:
-        """Return the positions ``[first, past)`` of the blocks from ``start`` on that the token after the loaded ones attends to."""
+        """Return the positions ``[first, past)`` of the blocks, from ``start`` on, to which the first computed token attends."""
         return max(start, group.behind(tokens)) // group.block_tokens, group.blocks(tokens)
 
     def tokens(self, load: Load, computed: int) -> int | None:
@@ -105,7 +105,7 @@ class Prefetches:
             return None
         if load.state is not _S.HERE or not load.start <= computed < load.end:
             return 0
-        if self._to_copy(load) > max(self._left, self._alone.spare(load)) and self._left < self._budget:
+        if self._to_copy(load) > max(self._left, self._step_wait.worth(load)) and self._left < self._budget:
             return None  # others have had the step's budget; the next one's is whole
         load.promised = load.end - computed
         return load.promised
@@ -113,7 +113,7 @@ class Prefetches:
     def _wait(self, load: Load) -> None:
         """Wait for a load, in one step only: one that has overrun its time may never end, and would delay all others."""
         rest = math.inf if load.waited else max(0.0, load.expected - (clock.now() - load.fetched_at))
-        granted = self._alone.wait(lambda: load.state is not _S.AHEAD, self._receive, expected=rest)
+        granted = self._step_wait.wait(lambda: load.state is not _S.AHEAD, self._receive, expected=rest)
         self._left = max(0.0, self._left - granted)
         in_vain = load.waited or load.expected > self._budget
         patience = 0.0 if in_vain else max(0.0, self._left - self._to_copy(load))
@@ -128,7 +128,7 @@ class Prefetches:
         if granted and load.state is _S.AHEAD:
             load.waited = True
             if granted >= load.expected:
-                self._paces.failed(load.wanted.source)
+                self._paces.failed(load.transfer.source)
 
     def _to_copy(self, load: Load) -> float:
         """Return the seconds that copying a load's tokens should take."""
@@ -161,7 +161,7 @@ class Prefetches:
     def copies(self) -> tuple[BlockCopy, ...]:
         """Return what this step copies, and refill the budget; call it once a step."""
         self._left = self._budget
-        self._alone.begin_step()
+        self._step_wait.begin_step()
         admitted = [load for load in self._schedule.working if load.state is _S.ADMITTED]
         for load in admitted:
             self._schedule.tell(load, _E.SHIPPED)

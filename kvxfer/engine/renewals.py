@@ -59,8 +59,8 @@ class Renewals:
         since, by_source = clock.now() - self._longest, dict[Source, set[Named]]()
         for load in self._loads():
             if load.state in WAITING and load.came_at > since:
-                wanted = load.wanted
-                by_source.setdefault(wanted.source, set()).add(Named(wanted.transfer, wanted.digest))
+                loaded = load.transfer
+                by_source.setdefault(loaded.source, set()).add(Named(loaded.name, loaded.digest))
         for source, named in by_source.items():
             try:
                 self._tell(source, Renew(source.epoch, tuple(named)))

@@ -289,7 +289,7 @@ class RequestCalls:
         """Record that the engine admits the request, and counts on ``external`` tokens from outside.
 
         If ``external`` is not 0, the load begins with the next ``step()``, and a ``report`` tells its end; until then the
-        request must not run and its blocks must not be freed, unless the tokens are ``here`` already. If it is 0, a transfer
+        request must not run and its blocks must not be freed, unless ``is_prefetched``. If it is 0, a transfer
         that has not begun is given up.
 
         Args:
@@ -375,7 +375,7 @@ class RequestCalls:
         with self._door.of(found.name):
             if found.own_load is not None:
                 self.loads.finished(found.own_load)
-        held = self.offers.finished(found, table, complete, found=bool(self._descriptors), good=good)
+        held = self.offers.finished(found, table, complete, findable=bool(self._descriptors), good=good)
         self._requests.forget(found)
         return held
 

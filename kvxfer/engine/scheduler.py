@@ -14,7 +14,6 @@ from kvxfer import facts as f
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.inquiries import Inquiries
-from kvxfer.engine.alone import EngineQueue
 from kvxfer.engine.answers import Holds, PrefixAnswers
 from kvxfer.engine.asks import Asks
 from kvxfer.engine.dispatch import Dispatch
@@ -23,11 +22,12 @@ from kvxfer.engine.exchange import Report, Step
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.offers import Offers
-from kvxfer.engine.paces import Benefit
+from kvxfer.engine.paces import LoadOrCompute
 from kvxfer.engine.pins import BlockPins
 from kvxfer.engine.requests import RequestCalls
 from kvxfer.engine.side_channel import ChannelAddress
 from kvxfer.engine.standstill import Standstill
+from kvxfer.engine.step_wait import EngineQueue
 from kvxfer.engine.stories import Stories
 from kvxfer.engine.telling import tell
 from kvxfer.engine.trace import LoadLog, Trace
@@ -120,10 +120,10 @@ class SchedulerSide(RequestCalls):
         self._notices = notices = Notices(config, self.directory, self._schedule)
         offers = Offers(producer, self._pins, tables, ranks, writes_early, notices, stories)
         loads = Loads(config, self._schedule, self._pins, tables, ranks, self._dispatch, notices, stories)
-        self._benefit = Benefit()
-        asks = Asks(config, self.directory, notices, consumer, loads, self._benefit)
+        self._choice = LoadOrCompute()
+        asks = Asks(config, self.directory, notices, consumer, loads, self._choice)
         if queue is not None:
-            loads.alone.queue = self._with_inquiries(arguments.instance("queue", queue, EngineQueue))
+            loads.step_wait.queue = self._with_inquiries(arguments.instance("queue", queue, EngineQueue))
         super().__init__(self.directory.source, tables, self._schedule.requests, offers, loads, asks, stories)
         self._answers = PrefixAnswers(self.directory, offers, producer, groups, self._pins.limit)
         self.asked, self.answered = asks.counts, self._answers.counts
@@ -139,7 +139,7 @@ class SchedulerSide(RequestCalls):
 
         Leave out steps that computed answers only. Without this, every load counts as faster than computing.
         """
-        self._benefit.took(arguments.integer("tokens", tokens, 0, MAX_TOKENS), arguments.seconds("seconds", seconds))
+        self._choice.took(arguments.integer("tokens", tokens, 0, MAX_TOKENS), arguments.seconds("seconds", seconds))
 
     def _with_inquiries(self, queue: EngineQueue) -> EngineQueue:
         """Count as arriving what other engines ask, too."""

@@ -31,7 +31,7 @@ class Starts:
         for load in loads:
             if load.state is LoadState.WAITING and (not load.asked_at or now - load.asked_at >= AGAIN_S):
                 load.asked_at = now
-                silent.setdefault(load.wanted.source, []).append(Named(load.wanted.transfer, load.wanted.digest))
+                silent.setdefault(load.transfer.source, []).append(Named(load.transfer.name, load.transfer.digest))
         for source, named in silent.items():
             self._tell(source, Await(source.epoch, tuple(named)))
 

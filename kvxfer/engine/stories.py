@@ -109,14 +109,14 @@ def of_load(load: Load) -> Story:
     return Story(
         "consumer",
         told_text(load.request),
-        *told_name(load.wanted.transfer),
-        f"{load.wanted.source.host}:{load.wanted.source.port}",
+        *told_name(load.transfer.name),
+        f"{load.transfer.source.host}:{load.transfer.source.port}",
         outcome if over else str(load.state),
         over,
         "" if failure is None else told_text(failure, MAX_WORDS),
         _unix_time(load.came_at),
         {stage: round(t - load.came_at, 6) for stage, t in times.items() if t},
-        max(load.end - load.start, 0) or load.wanted.tokens,
+        max(load.end - load.start, 0) or load.transfer.tokens,
         0 if stages is None else stages.came,
         0 if stages is None else stages.announced_bytes,
         0.0 if stages is None else round(stages.moving, 6),
@@ -127,22 +127,22 @@ def _of_none(load: Load, why: str) -> Story:
     return replace(of_load(load), outcome="not loaded", text=why)
 
 
-def _of_offering(found: Offering) -> Story:
-    end = found.ended
-    times = {"begun": found.begun_at, "computed": found.whole_at, "ended": 0.0 if end is None else end.at}
+def _of_offering(offering: Offering) -> Story:
+    end = offering.ended
+    times = {"begun": offering.begun_at, "computed": offering.whole_at, "ended": 0.0 if end is None else end.at}
     if end is None:
         times["now"] = clock.now()
     failure = None if end is None else end.failure
-    outcome = str(found.state) if end is None else "delivered" if failure is None else str(failure.kind)
+    outcome = str(offering.state) if end is None else "delivered" if failure is None else str(failure.kind)
     return Story(
         "producer",
-        told_text(found.request),
-        *told_name(found.transfer),
+        told_text(offering.request),
+        *told_name(offering.transfer),
         outcome=outcome,
         over=end is not None,
         text="" if failure is None else told_text(failure, MAX_WORDS),
-        at=_unix_time(found.came_at),
-        stages={stage: round(t - found.came_at, 6) for stage, t in times.items() if t},
-        tokens=found.total,
+        at=_unix_time(offering.came_at),
+        stages={stage: round(t - offering.came_at, 6) for stage, t in times.items() if t},
+        tokens=offering.total,
         came=0 if end is None else end.nbytes,
     )

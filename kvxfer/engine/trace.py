@@ -70,8 +70,8 @@ class Trace:
         record = {
             "engine": self._engine,
             "request": load.request,
-            "transfer": str(load.wanted.transfer),
-            "source": str(load.wanted.source),
+            "transfer": str(load.transfer.name),
+            "source": str(load.transfer.source),
             "kind": load.kind,
             "way": "sync" if load.is_sync else "async",
             "tokens": load.end - load.start,

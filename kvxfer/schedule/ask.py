@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvxfer.identity import RequestId, Source, TransferId
 from kvxfer.schedule.chain import Chain
-from kvxfer.schedule.load import Load, Wanted
+from kvxfer.schedule.load import Load, LoadedTransfer
 from kvxfer.transitions import Life, Transitions, pairs
 
 
@@ -89,7 +89,9 @@ class Ask(Life[AskState, AskEvent]):
     sent: int = 0  # how many have been asked
     heard: int = 0  # how many have answered, if only "nothing"
     taken: PrefixOffer | None = None  # the answer that is loaded
-    wanted: Wanted | None = None  # its transfer; any other that one of these requests loads is not the question's
+    transfer: LoadedTransfer | None = (
+        None  # what it loads; any other that one of these requests loads is not the question's
+    )
     asked_at: float = 0.0
     decided_at: float = 0.0  # when it was decided what to do
 
@@ -108,7 +110,7 @@ class Ask(Life[AskState, AskEvent]):
 
     def loads(self, load: Load | None) -> bool:
         """Return whether a load fetches the answer that is taken."""
-        return load is not None and load.wanted is self.wanted and load.fetched is not None
+        return load is not None and load.transfer is self.transfer and load.fetched is not None
 
     @property
     def done(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from kvxfer.identity import Handle, RequestId, Source, TransferId
 from kvxfer.ledger import BlockLedger, Blocks
 from kvxfer.schedule.commands import Cancel, DeclinedTransfer, ScheduleError, StepCommands, check_table
-from kvxfer.schedule.load import ENTERED, LEFT, Load, LoadAction, LoadEvent, LoadState, Wanted
+from kvxfer.schedule.load import ENTERED, LEFT, Load, LoadAction, LoadedTransfer, LoadEvent, LoadState
 from kvxfer.schedule.requests import EngineRequest, EngineRequests
 from kvxfer.transitions import Bulkhead
 from kvxfer.values import BlockTable, Fetch, Group
@@ -48,7 +48,9 @@ class FetchSchedule:
         )  # windows and states are kept for one number of tokens
         self._own, self.door = own, door or Bulkhead()
         self.requests = EngineRequests() if requests is None else requests
-        self._wanted: dict[TransferId, Wanted] = {}  # also by the names under which they came without an epoch
+        self._transfers: dict[
+            TransferId, LoadedTransfer
+        ] = {}  # also by the names under which they came without an epoch
         self.working: list[Load] = []
         self.unpin: Callable[[Hashable], None] = lambda holder: None
         self.fetched = 0
@@ -63,16 +65,16 @@ class FetchSchedule:
         return (load for request in self.requests if (load := request.load) is not None)
 
     def wanting(self, transfer: TransferId) -> Sequence[Load]:
-        wanted = self._wanted.get(transfer)
-        return () if wanted is None else wanted.loads
+        loaded = self._transfers.get(transfer)
+        return () if loaded is None else loaded.loads
 
     def found(self, transfer: TransferId, digest: bytes) -> None:
-        """Learn what a producer calls a transfer that was wanted without its epoch (``TransferId.anywhere``)."""
+        """Learn what a producer calls a transfer that is loaded without its epoch (``TransferId.anywhere``)."""
         asked = transfer.anywhere
-        wanted = self._wanted.get(asked)
-        if wanted is None or asked == transfer or wanted.digest != digest or transfer in self._wanted:
+        loaded = self._transfers.get(asked)
+        if loaded is None or asked == transfer or loaded.digest != digest or transfer in self._transfers:
             return
-        wanted.transfer, self._wanted[transfer] = transfer, wanted
+        loaded.name, self._transfers[transfer] = transfer, loaded
 
     # --- a request's way -----------------------------------------------------------------------------------------------
 
@@ -95,34 +97,34 @@ class FetchSchedule:
         Raises:
             ScheduleError: The request loads another transfer.
         """
-        wanted, known = self._wanted.get(transfer), request.load
+        loaded, known = self._transfers.get(transfer), request.load
         if known is not None and not known.over:
-            if known.wanted is not wanted:
-                raise ScheduleError(f"request {request.name} loads {known.wanted.transfer}, not {transfer} too")
-            if (wanted.digest, wanted.source, wanted.tokens) != (digest, source, tokens):
-                what = f"{wanted.tokens} tokens of {transfer} from {wanted.source}"
+            if known.transfer is not loaded:
+                raise ScheduleError(f"request {request.name} loads {known.transfer.name}, not {transfer} too")
+            if (loaded.digest, loaded.source, loaded.tokens) != (digest, source, tokens):
+                what = f"{loaded.tokens} tokens of {transfer} from {loaded.source}"
                 raise ScheduleError(f"request {request.name} loads {what}, and nothing else under that name")
             return known
         if known is not None:
             return None
-        if wanted is not None and (
-            all(load.over for load in wanted.loads)
-            or (wanted.digest, wanted.source, wanted.tokens) != (digest, source, tokens)
+        if loaded is not None and (
+            all(load.over for load in loaded.loads)
+            or (loaded.digest, loaded.source, loaded.tokens) != (digest, source, tokens)
         ):
             return None
         state = _S.OPEN if begun or not tokens else _S.WAITING  # for nothing, nobody is asked
-        if wanted is None:
+        if loaded is None:
             enough = 0 if offered else enough
-            wanted = self._wanted[transfer] = Wanted(transfer, digest, source, tokens, offered, enough)
+            loaded = self._transfers[transfer] = LoadedTransfer(transfer, digest, source, tokens, offered, enough)
         else:
-            if answer not in wanted.answers:
-                self.decline(wanted.transfer, digest, source, "another request of this engine loads it")
-            fetching = any(load.is_sync or load.state is _S.MOVING for load in wanted.loads)
-            state = _S.CLOSED if wanted.closed else _S.SHARED if fetching else state
-        load = request.load = Load(request.name, wanted, state)
-        wanted.answers.add(answer)
-        wanted.loads.append(load)
-        if offered and not tokens and not wanted.closed:
+            if answer not in loaded.answers:
+                self.decline(loaded.name, digest, source, "another request of this engine loads it")
+            fetching = any(load.is_sync or load.state is _S.MOVING for load in loaded.loads)
+            state = _S.CLOSED if loaded.closed else _S.SHARED if fetching else state
+        load = request.load = Load(request.name, loaded, state)
+        loaded.answers.add(answer)
+        loaded.loads.append(load)
+        if offered and not tokens and not loaded.closed:
             self.on(load, _E.NOT_NEEDED, "the consumer does not need it")
         return load
 
@@ -140,7 +142,7 @@ class FetchSchedule:
         the transfer is being loaded; ask again in the next step. A load ends within its deadline, so this is not None for ever.
         """
         if load.state is _S.OPEN or load.state is _S.WAITING:
-            tokens = max(0, load.wanted.tokens - computed)
+            tokens = max(0, load.transfer.tokens - computed)
             return tokens if not tokens or load.state is _S.OPEN else None
         return None if load.state in (_S.SHARED, _S.AHEAD, _S.MOVING) else 0
 
@@ -159,27 +161,27 @@ class FetchSchedule:
         unused = self.unused(request, blocks)
         self.on(load, event)
         self._ledger.claim(load, unused, f"the load of request {request}", fills=True)
-        wanted = load.wanted
-        for sibling in wanted.loads:
+        loaded = load.transfer
+        for sibling in loaded.loads:
             if sibling is not load:
                 self.tell(sibling, _E.SIBLING_FETCHES)
         load.fetched, load.blocks, load.start, load.end = self.fetched, blocks, computed, end
         self.working.append(load)
         self.fetched += 1
-        enough = min(max(wanted.enough, computed + 1), end) if wanted.enough else 0
+        enough = min(max(loaded.enough, computed + 1), end) if loaded.enough else 0
         self.fetches.append(
             Fetch(
                 Handle(request),
-                wanted.transfer,
-                wanted.digest,
-                wanted.source,
+                loaded.name,
+                loaded.digest,
+                loaded.source,
                 blocks,
                 computed,
                 end,
                 self._own,
-                wanted.offered,
+                loaded.offered,
                 enough,
-                wanted.patience,
+                loaded.patience,
                 tail=True,
                 number=load.fetched,
                 lent=load.is_sync,
@@ -260,7 +262,7 @@ class FetchSchedule:
                     self.unpin(load)
                 case _A.NOT_COPIED:
                     self._ledger.drop(load.copier)
-                case _A.CLOSE if not load.wanted.closed:
+                case _A.CLOSE if not load.transfer.closed:
                     self._close(load, before, event, reason)
                 case _A.END:
                     if load.fetched is not None:
@@ -275,8 +277,8 @@ class FetchSchedule:
         would count it twice.
         """
         if load.fetched is not None and load.state is not _S.CLOSED:
-            wanted = load.wanted
-            self.decline(wanted.transfer, wanted.digest, wanted.source, "the consumer gave up before it could ask")
+            loaded = load.transfer
+            self.decline(loaded.name, loaded.digest, loaded.source, "the consumer gave up before it could ask")
 
     def finish(self, load: Load, reason: str = "the consumer's request is over") -> None:
         """Record that the request of a load is over, at whatever point: rejected, aborted or done."""
@@ -291,33 +293,33 @@ class FetchSchedule:
 
         One that has not begun goes with its last request, or with one that is admitted without it; its producer is told.
         """
-        wanted = load.wanted
+        loaded = load.transfer
         closes = before is not _S.SHARED
         if before in (_S.WAITING, _S.OPEN):
-            closes = event is _E.NOT_NEEDED or all(other is load or other.over for other in wanted.loads)
+            closes = event is _E.NOT_NEEDED or all(other is load or other.over for other in loaded.loads)
             if closes:
-                self.decline(wanted.transfer, wanted.digest, wanted.source, reason)
+                self.decline(loaded.name, loaded.digest, loaded.source, reason)
         if closes:
-            wanted.closed = True
-            for sibling in tuple(wanted.loads):
+            loaded.closed = True
+            for sibling in tuple(loaded.loads):
                 self.tell(sibling, _E.SIBLING_ENDS)
 
     def _forget(self, load: Load) -> None:
-        wanted = load.wanted
+        loaded = load.transfer
         if (request := self.requests.find(load.request)) is not None:
             request.load = None
             self.requests.forget(request)
-        wanted.loads.remove(load)
-        if not wanted.loads:
-            del self._wanted[wanted.transfer]
-            if self._wanted.get(wanted.transfer.anywhere) is wanted:
-                del self._wanted[wanted.transfer.anywhere]
+        loaded.loads.remove(load)
+        if not loaded.loads:
+            del self._transfers[loaded.name]
+            if self._transfers.get(loaded.name.anywhere) is loaded:
+                del self._transfers[loaded.name.anywhere]
 
     # --- once a step ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return how many transfers are remembered, including cancelled ones that are not quiet yet."""
-        return sum(name == wanted.transfer for name, wanted in self._wanted.items())
+        return sum(name == loaded.name for name, loaded in self._transfers.items())
 
     @property
     def untold(self) -> bool:

@@ -156,10 +156,10 @@ LEFT: Mapping[LoadState, tuple[LoadAction, ...]] = {_S.ADMITTED: (_A.NOT_COPIED,
 
 
 @dataclass(slots=True, eq=False)
-class Wanted:
-    """One transfer, and the loads of all requests of this engine that want it: one of them fetches it, at most once."""
+class LoadedTransfer:
+    """One transfer, and the loads of all requests of this engine that load it: one of them fetches it, at most once."""
 
-    transfer: TransferId
+    name: TransferId
     digest: bytes
     source: Source
     tokens: int
@@ -179,7 +179,7 @@ class Load(Life[LoadState, LoadEvent]):
     table: ClassVar = LOAD
 
     request: RequestId  # the engine's name of the request
-    wanted: Wanted  # the transfer
+    transfer: LoadedTransfer
     state: LoadState  # where it is; see ``LOAD``
     over: bool = False  # whether the engine has said that the request is over
     computed: int = 0  # the local tokens when the engine asked last

@@ -29,28 +29,28 @@ class Offerings:
 
     def __iter__(self) -> Iterator[Offering]:
         """Yield all offerings, the oldest first. Any thread, and they may change meanwhile."""
-        found = [one for known in self._transfers.copy().values() for one in known]
-        return iter(sorted(found, key=lambda one: one.born))
+        offerings = [one for known in self._transfers.copy().values() for one in known]
+        return iter(sorted(offerings, key=lambda one: one.born))
 
     def offers(self, transfer: TransferId, digest: bytes) -> bool:
         """Return whether this transfer, with this digest, is offered or will be. Any thread."""
-        found = self.current(transfer)
-        return found is not None and found.digest == digest and found.offered
+        offering = self.current(transfer)
+        return offering is not None and offering.digest == digest and offering.offered
 
     def begun(self, transfer: TransferId, digest: bytes) -> bool:
         """Return whether some of this transfer, with this digest, is computed or being computed. Any thread."""
-        found = self.current(transfer)
-        return found is not None and found.digest == digest and (found.progress > 0 or found.held)
+        offering = self.current(transfer)
+        return offering is not None and offering.digest == digest and (offering.progress > 0 or offering.held)
 
     def differs(self, transfer: TransferId, digest: bytes) -> bool:
         """Return whether something with another digest is computed or being computed under this name. Any thread."""
-        found = self.current(transfer)
-        return found is not None and found.digest != digest and self.begun(transfer, found.digest)
+        offering = self.current(transfer)
+        return offering is not None and offering.digest != digest and self.begun(transfer, offering.digest)
 
     @property
     def transfers(self) -> tuple[TransferId, ...]:
         """The transfers of requests that are tracked or held."""
-        return tuple(found.transfer for found in self if found.tracked)
+        return tuple(offering.transfer for offering in self if offering.tracked)
 
     def __len__(self) -> int:
         """Return how many transfers are offered, including held ones."""
@@ -64,28 +64,28 @@ class Offerings:
         new.answers.add(answer)
         return new
 
-    def _leave(self, found: Offering, request: EngineRequest) -> None:
+    def _leave(self, offering: Offering, request: EngineRequest) -> None:
         """Let a running request have nothing to do with an offering any more."""
-        found.sharers.pop(request.name, None)
-        if found.request == request.name:
-            found.over = True
+        offering.sharers.pop(request.name, None)
+        if offering.request == request.name:
+            offering.over = True
         request.offering = None
-        self.forget(found)
+        self.forget(offering)
 
-    def forget(self, found: Offering) -> None:
+    def forget(self, offering: Offering) -> None:
         """Drop the record of an offering that is closed, once nobody asks about it."""
-        if found.state is not OfferingState.CLOSED or not found.over or found.sharers or found.pins:
+        if offering.state is not OfferingState.CLOSED or not offering.over or offering.sharers or offering.pins:
             return
-        known = self._transfers.get(found.transfer, [])
-        if found not in known:
+        known = self._transfers.get(offering.transfer, [])
+        if offering not in known:
             return
-        request = self.requests.find(found.request)
-        if request is not None and request.offering is found:
+        request = self.requests.find(offering.request)
+        if request is not None and request.offering is offering:
             request.offering = None
             self.requests.forget(request)
-        known.remove(found)
+        known.remove(offering)
         if not known:
-            del self._transfers[found.transfer]
+            del self._transfers[offering.transfer]
 
     def _next_generation(self) -> Generation:
         self._generation = Generation(self._generation + 1)

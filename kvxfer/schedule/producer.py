@@ -131,7 +131,7 @@ class OfferSchedule(Offerings):
         self._force(new, _S.CLOSED, "the producer could not offer it")
         return None
 
-    def check(self, found: Offering, tokens: int, table: BlockTable) -> None:
+    def check(self, offering: Offering, tokens: int, table: BlockTable) -> None:
         """Refuse a table that cannot be offered up to this token, because a load fills some of its blocks; ``step`` does not look.
 
         Raises:
@@ -139,29 +139,29 @@ class OfferSchedule(Offerings):
         """
         if not self._ledger.filling:
             return
-        reason = self._coverage.filled(found, table, min(tokens, found.total))
+        reason = self._coverage.filled(offering, table, min(tokens, offering.total))
         if reason is not None:
-            raise ScheduleError(f"request {found.name} cannot run with {reason}: run it once that load is over")
+            raise ScheduleError(f"request {offering.name} cannot run with {reason}: run it once that load is over")
 
     def step(
-        self, found: Offering, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
+        self, offering: Offering, computed: int, scheduled: int, table: BlockTable, end: BlockTable | None = None
     ) -> None:
         """Record that the request that computes an offering runs in this step: see ``SchedulerSide.runs``.
 
         ``end``: the blocks that windows hold of the end of the prompt, if they stay until ``finish`` whatever else the request computes.
         """
-        found.progress = computed + scheduled
-        if self._coverage.states and found.final and found.progress > found.total:
-            self._restart(found, "the producer went on, and its recurrent state with it")
-        tokens, blocks = self._coverage.complete(found, table)
-        whole = found.progress >= found.total and (tokens == found.total or not self._coverage.fulls)
-        last = self._coverage.last(found, table, end) if whole else None
-        self._offer(found, tokens if last is None else found.total, blocks, last)
+        offering.progress = computed + scheduled
+        if self._coverage.states and offering.final and offering.progress > offering.total:
+            self._restart(offering, "the producer went on, and its recurrent state with it")
+        tokens, blocks = self._coverage.complete(offering, table)
+        whole = offering.progress >= offering.total and (tokens == offering.total or not self._coverage.fulls)
+        last = self._coverage.last(offering, table, end) if whole else None
+        self._offer(offering, tokens if last is None else offering.total, blocks, last)
 
-    def preempt(self, found: Offering) -> None:
+    def preempt(self, offering: Offering) -> None:
         """Record that the engine takes the blocks of the request that computes an offering, which it will start again from any token."""
-        self._restart(found, "the producer preempted the request")
-        found.progress = 0
+        self._restart(offering, "the producer preempted the request")
+        offering.progress = 0
 
     def finish(
         self,
@@ -185,32 +185,32 @@ class OfferSchedule(Offerings):
             True if the engine must keep the blocks until ``done`` says so. False if it can free them
             now, because everything is revoked or has been read.
         """
-        found = request.own_offering
-        if found is None:
+        offering = request.own_offering
+        if offering is None:
             return False
-        if request.name in found.sharers:
-            answer = found.sharers.pop(request.name)
-            if not complete and answer != found.answer and answer not in found.sharers.values():
-                found.answers.discard(answer)
-                if found.consumers > 1:  # one that has declined may have been told by this very answer
-                    self._count(found, -1)
-            self._leave(found, request)
+        if request.name in offering.sharers:
+            answer = offering.sharers.pop(request.name)
+            if not complete and answer != offering.answer and answer not in offering.sharers.values():
+                offering.answers.discard(answer)
+                if offering.consumers > 1:  # one that has declined may have been told by this very answer
+                    self._count(offering, -1)
+            self._leave(offering, request)
             return False
-        found.over = True
-        if not found.computed:
+        offering.over = True
+        if not offering.computed:
             keep()
-            self.forget(found)
+            self.forget(offering)
             return False
-        reason = self._coverage.unusable(found, table) if complete else ABORTED
+        reason = self._coverage.unusable(offering, table) if complete else ABORTED
         if reason is not None:
             inexact, pinned = self._coverage.windows or self._coverage.states, keep()
             event = _E.FAIL_READ if pinned else _E.FAIL
-            self._on(found, event, reason, kept=kept and pinned and not inexact)
+            self._on(offering, event, reason, kept=kept and pinned and not inexact)
             request.offering = None
-            self._pass_on(found)
+            self._pass_on(offering)
             return False
-        self._offer(found, found.total, self._coverage.full(table, found.total), table)
-        self._on(found, _E.FINISH)
+        self._offer(offering, offering.total, self._coverage.full(table, offering.total), table)
+        self._on(offering, _E.FINISH)
         return True
 
     # --- how it ends ---------------------------------------------------------------------------------------------------
@@ -221,31 +221,31 @@ class OfferSchedule(Offerings):
         Blocks held for it stay held until the workers, told by the revocation, report it quiet (``done``). If the request still
         runs, it is no longer tracked.
         """
-        found = self.current(transfer)
-        if found is not None:
-            with self.door.of(found.name):
-                self._on(found, _E.WITHDRAW, reason)
+        offering = self.current(transfer)
+        if offering is not None:
+            with self.door.of(offering.name):
+                self._on(offering, _E.WITHDRAW, reason)
                 return
-            if found.offered:
-                self._force(found, _S.WITHDRAWN if found.held else _S.CLOSED, reason)
+            if offering.offered:
+                self._force(offering, _S.WITHDRAWN if offering.held else _S.CLOSED, reason)
 
     def decline(self, transfer: TransferId, reason: str) -> None:
         """Record that one of the engines that were to read this transfer never will; the last of them withdraws it."""
-        found = self.current(transfer)
-        if found is None:
+        offering = self.current(transfer)
+        if offering is None:
             return
-        if found.consumers == 1:
+        if offering.consumers == 1:
             self.withdraw(transfer, reason)
         else:
-            self._count(found, -1)
+            self._count(offering, -1)
 
     def decline_answer(self, transfer: TransferId, answer: str, reason: str) -> None:
         """Record that nobody will read any of the transfers of which an answer has told; ``transfer`` is one of them.
 
         A second time it changes nothing.
         """
-        found = self.current(transfer)
-        if found is not None and answer in found.answers:
+        offering = self.current(transfer)
+        if offering is not None and answer in offering.answers:
             self.unanswered(answer, reason)
 
     def unanswered(self, answer: str, reason: str) -> None:
@@ -254,19 +254,19 @@ class OfferSchedule(Offerings):
             told.answers.remove(answer)
             self.decline(told.transfer, reason)
 
-    def done(self, found: Offering, generation: Generation) -> bool:
+    def done(self, offering: Offering, generation: Generation) -> bool:
         """Record that all ranks are done with an offering up to a generation; return whether its held blocks are now free."""
-        if generation < found.born:
+        if generation < offering.born:
             return False
-        held = found.held
-        self._ledger.drop(found.transfer, generation)
-        event = _E.DONE if generation >= found.generation else _E.DONE_EARLIER
-        with self.door.of(found.name):
-            self._on(found, event, "all is read")
-            return held and found.state is _S.CLOSED
+        held = offering.held
+        self._ledger.drop(offering.transfer, generation)
+        event = _E.DONE if generation >= offering.generation else _E.DONE_EARLIER
+        with self.door.of(offering.name):
+            self._on(offering, event, "all is read")
+            return held and offering.state is _S.CLOSED
         if event is _E.DONE:
-            self._force(found, _S.CLOSED, "all is read")
-        return held and found.state is _S.CLOSED
+            self._force(offering, _S.CLOSED, "all is read")
+        return held and offering.state is _S.CLOSED
 
     @property
     def revokes(self) -> bool:
@@ -282,36 +282,36 @@ class OfferSchedule(Offerings):
         """Return the offers and revocations since the last call. Call it once a step, after ``preempt`` and ``step``."""
         if not self._changed and not self._revokes:
             return StepCommands()
-        offers = tuple(self._offer_of(found) for found in self._changed)
-        for found in self._changed:
-            found.changed = False
+        offers = tuple(self._offer_of(offering) for offering in self._changed)
+        for offering in self._changed:
+            offering.changed = False
         drained = StepCommands(offers=offers, revokes=tuple(self._revokes))
         self._changed.clear()
         self._revokes.clear()
         return drained
 
-    def _offer(self, found: Offering, tokens: int, full: BlockTable, last: BlockTable | None) -> None:
+    def _offer(self, offering: Offering, tokens: int, full: BlockTable, last: BlockTable | None) -> None:
         """Queue an offer of what is new; if it contradicts what was offered (an unseen preemption), begin a new generation.
 
         Args:
-            found: The offering.
+            offering: The offering.
             tokens: How many tokens are complete in all ``full`` groups.
             full: The blocks that hold them.
             last: The table of the whole prompt, once all of it can be offered.
         """
-        if not full.continues(self._coverage.full(found.blocks, found.tokens)):
-            self._restart(found, "the producer's blocks changed")
-        if tokens > found.tokens or (last is not None and not found.final):
+        if not full.continues(self._coverage.full(offering.blocks, offering.tokens)):
+            self._restart(offering, "the producer's blocks changed")
+        if tokens > offering.tokens or (last is not None and not offering.final):
             if last is not None:
-                full = last.only(group.moved(found.total) for group in self._groups)
-            new = [(g, (found.blocks.count(g), full.count(g))) for g in range(len(self._groups))]
-            by = f"the offer of request {found.name}"
+                full = last.only(group.moved(offering.total) for group in self._groups)
+            new = [(g, (offering.blocks.count(g), full.count(g))) for g in range(len(self._groups))]
+            by = f"the offer of request {offering.name}"
             blocks = self._ledger.blocks(full, new)
-            self._ledger.claim(found.transfer, blocks, by, fills=False, generation=found.generation)
-            found.tokens, found.blocks = tokens, full
-            if last is not None and not found.final:
-                self._on(found, _E.ALL_OFFERED)
-            self._state(found)
+            self._ledger.claim(offering.transfer, blocks, by, fills=False, generation=offering.generation)
+            offering.tokens, offering.blocks = tokens, full
+            if last is not None and not offering.final:
+                self._on(offering, _E.ALL_OFFERED)
+            self._state(offering)
 
     @staticmethod
     def _offer_of(p: Offering) -> Offer:
@@ -319,55 +319,55 @@ class OfferSchedule(Offerings):
             p.transfer, p.digest, p.generation, p.tokens, p.blocks, p.final, p.consumers, handle=Handle(p.request)
         )
 
-    def _state(self, found: Offering) -> None:
+    def _state(self, offering: Offering) -> None:
         """Have the workers told of what is ready."""
-        if not found.changed:
-            found.changed = True
-            self._changed.append(found)
+        if not offering.changed:
+            offering.changed = True
+            self._changed.append(offering)
 
-    def _unstate(self, found: Offering) -> None:
+    def _unstate(self, offering: Offering) -> None:
         """Tell the workers nothing more of what is revoked."""
-        if found.changed:
-            found.changed = False
-            self._changed.remove(found)
+        if offering.changed:
+            offering.changed = False
+            self._changed.remove(offering)
 
-    def _count(self, found: Offering, more: int) -> None:
+    def _count(self, offering: Offering, more: int) -> None:
         """Change how many engines are expected to fetch an offer. Within a generation there can only be fewer."""
-        found.consumers += more
+        offering.consumers += more
         if more > 0:
-            self._restart(found, "one more engine is to read it")
-        elif more and (found.tokens or found.final) and found.offered:
-            self._state(found)
+            self._restart(offering, "one more engine is to read it")
+        elif more and (offering.tokens or offering.final) and offering.offered:
+            self._state(offering)
 
-    def _restart(self, found: Offering, reason: str) -> None:
-        if found.blocks != self._nothing:
-            self._on(found, _E.RESTART)
-            self._unstate(found)
-            self._ledger.drop(found.transfer, found.generation)
-            self._revokes.append(Revoke(found.transfer, found.generation, reason, False))
-            found.generation = self._next_generation()
-            found.blocks, found.tokens = self._nothing, 0
+    def _restart(self, offering: Offering, reason: str) -> None:
+        if offering.blocks != self._nothing:
+            self._on(offering, _E.RESTART)
+            self._unstate(offering)
+            self._ledger.drop(offering.transfer, offering.generation)
+            self._revokes.append(Revoke(offering.transfer, offering.generation, reason, False))
+            offering.generation = self._next_generation()
+            offering.blocks, offering.tokens = self._nothing, 0
 
-    def _on(self, found: Offering, event: OfferingEvent, reason: str = "", kept: bool = False) -> None:
+    def _on(self, offering: Offering, event: OfferingEvent, reason: str = "", kept: bool = False) -> None:
         """Make the move that an event leads to; if it ends the offer, have it revoked. This is the one door to an offering."""
-        was_offered = found.offered
-        if found.on(event):
-            self._ended(found, was_offered, reason, kept)
+        was_offered = offering.offered
+        if offering.on(event):
+            self._ended(offering, was_offered, reason, kept)
 
-    def _force(self, found: Offering, state: OfferingState, reason: str) -> None:
+    def _force(self, offering: Offering, state: OfferingState, reason: str) -> None:
         """End an offering past its table, which has refused what is true."""
-        was_offered, found.state = found.offered, state
-        self._ended(found, was_offered, reason)
+        was_offered, offering.state = offering.offered, state
+        self._ended(offering, was_offered, reason)
 
-    def _ended(self, found: Offering, was_offered: bool, reason: str, kept: bool = False) -> None:
+    def _ended(self, offering: Offering, was_offered: bool, reason: str, kept: bool = False) -> None:
         """Have an offering revoked that has come to its end."""
-        if was_offered and not found.offered:
-            self._unstate(found)
+        if was_offered and not offering.offered:
+            self._unstate(offering)
             if not kept:
-                self._ledger.drop(found.transfer, found.generation)
-            self._revokes.append(Revoke(found.transfer, found.generation, reason, True, kept))
-        if found.state is _S.CLOSED:
-            self.forget(found)
+                self._ledger.drop(offering.transfer, offering.generation)
+            self._revokes.append(Revoke(offering.transfer, offering.generation, reason, True, kept))
+        if offering.state is _S.CLOSED:
+            self.forget(offering)
 
     def _pass_on(self, failed: Offering) -> None:
         """Let those that shared the offer of a failed request offer their own blocks, as of their next step."""

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvxfer.control.sockets import ControlSockets
 from kvxfer.engine import HeldPrefix, Inquiry, Prefix, ScheduleError
-from kvxfer.engine.paces import REMEMBERED, Benefit
+from kvxfer.engine.paces import REMEMBERED, LoadOrCompute
 from kvxfer.errors import ArgumentError, ClosedError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
@@ -379,9 +379,9 @@ def test_a_load_that_would_not_end_before_the_tokens_are_computed_is_not_begun(w
     for mode, loads in (("auto", False), ("always", True)):
         p = world.engine({"ask": mode})
         p.scheduler.takes(64, 1e-6)
-        p.scheduler._benefit._links.delivered(d.scheduler.source, 64, 10.0)
-        monkey = p.scheduler._benefit.computing
-        p.scheduler._benefit.computing = lambda tokens, ask, f=monkey: max(f(tokens, ask), 1.0)  # type: ignore[method-assign,misc]
+        p.scheduler._choice._links.delivered(d.scheduler.source, 64, 10.0)
+        monkey = p.scheduler._choice.computing
+        p.scheduler._choice.computing = lambda tokens, ask, f=monkey: max(f(tokens, ask), 1.0)  # type: ignore[method-assign,misc]
         assert bool(world.turn(p, d.scheduler.source).loaded) is loads
         counts = p.scheduler.asked[""]
         assert (counts.found, counts.refused) == (WHOLE, 0 if loads else WHOLE)
@@ -390,10 +390,10 @@ def test_a_load_that_would_not_end_before_the_tokens_are_computed_is_not_begun(w
 
 def test_loads_that_are_not_tried_teach_nothing_so_one_is(world: World) -> None:
     p = world.engine()
-    benefit, there = p.scheduler._benefit, Source("127.0.0.1", 1, 1)
-    benefit.took(64, 0.001)
-    benefit._links.delivered(there, 64, 1.0)
-    tried = [benefit.saves(there, 64, "auto") > 0 for _ in range(2 * (REMEMBERED + 1))]
+    choice, there = p.scheduler._choice, Source("127.0.0.1", 1, 1)
+    choice.took(64, 0.001)
+    choice._links.delivered(there, 64, 1.0)
+    tried = [choice.saves(there, 64, "auto") > 0 for _ in range(2 * (REMEMBERED + 1))]
     assert tried == 2 * ([False] * REMEMBERED + [True])
 
 
@@ -413,7 +413,7 @@ def test_a_short_prompt_whose_patience_is_over_says_nothing_of_a_source(world: W
     world.idle.add(d)
     p.scheduler.takes(64, 1e-6)
     assert not world.turn(p, d.scheduler.source, prompt=[7] * 32).loaded
-    p.scheduler._benefit = p.scheduler._asks._benefit = Benefit()
+    p.scheduler._choice = p.scheduler._asks._choice = LoadOrCompute()
     turn = p.begin("long", [*PROMPT, 99], [1], [d.scheduler.source])
     p.step(timeout=0.001)
     assert p.scheduler.asking("long"), "it has not waited for an answer"

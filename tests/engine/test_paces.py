@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.engine.paces import MIN_STEP, REMEMBERED, Benefit, LinkPaces, Pace
+from kvxfer.engine.paces import MIN_STEP, REMEMBERED, LinkPaces, LoadOrCompute, Pace
 from kvxfer.identity import Source
 
 HERE, THERE = Source("a", 7000, 1), Source("b", 7000, 1)
@@ -77,12 +77,12 @@ SIZES = st.integers(MIN_STEP, 1 << 20)
 SECONDS = st.floats(1e-7, 10.0)
 
 
-def told(steps: list[int], fixed: float, token: float) -> Benefit:
+def told(steps: list[int], fixed: float, token: float) -> LoadOrCompute:
     """What is known after steps of these sizes, at an engine whose steps take a fixed time, and a time for each token."""
-    benefit = Benefit()
+    choice = LoadOrCompute()
     for tokens in steps:
-        benefit.took(tokens, fixed + token * tokens)
-    return benefit
+        choice.took(tokens, fixed + token * tokens)
+    return choice
 
 
 @given(st.lists(SIZES, min_size=1, max_size=40), SIZES, SECONDS, SECONDS)
@@ -96,38 +96,38 @@ def test_computing_costs_what_the_fullest_step_says(steps: list[int], tokens: in
 def test_a_load_is_begun_only_if_one_like_it_ended_sooner(
     steps: list[int], tokens: int, fixed: float, token: float, load: float
 ) -> None:
-    benefit = told(steps, fixed, token)
-    benefit.loaded(HERE, tokens, load)
-    computing = benefit.computing(tokens, "auto")
-    assert (benefit.saves(HERE, tokens, "auto") > 0) is (load < computing)
-    assert benefit.saves(HERE, tokens, "always") == math.inf, "a setting overrides it"
-    assert benefit.saves(THERE, tokens, "auto") > 0, "of a source that has sent nothing yet, nothing is known"
+    choice = told(steps, fixed, token)
+    choice.loaded(HERE, tokens, load)
+    computing = choice.computing(tokens, "auto")
+    assert (choice.saves(HERE, tokens, "auto") > 0) is (load < computing)
+    assert choice.saves(HERE, tokens, "always") == math.inf, "a setting overrides it"
+    assert choice.saves(THERE, tokens, "auto") > 0, "of a source that has sent nothing yet, nothing is known"
 
 
 @given(st.lists(SIZES, max_size=40), SIZES, SIZES, SECONDS, SECONDS)
 def test_more_tokens_cost_more_and_a_faster_step_never_more(
     steps: list[int], few: int, many: int, fixed: float, token: float
 ) -> None:
-    benefit = told(steps, fixed, token)
+    choice = told(steps, fixed, token)
     few, many = sorted((few, many))
-    before = benefit.computing(few, "auto")
-    assert before <= benefit.computing(many, "auto")
-    benefit.took(many, token * many)
-    assert benefit.computing(few, "auto") <= before
+    before = choice.computing(few, "auto")
+    assert before <= choice.computing(many, "auto")
+    choice.took(many, token * many)
+    assert choice.computing(few, "auto") <= before
 
 
 def test_a_short_prompt_is_not_taken_to_cost_a_whole_step() -> None:
     """A load has a fixed cost as well: here 5 ms, where 64 tokens are computed in one, in a step that is made in any case."""
-    benefit = Benefit()
+    choice = LoadOrCompute()
     for _ in range(REMEMBERED):
-        benefit.took(4096, 0.07)
-        benefit.took(MIN_STEP, 0.01)
-    benefit.loaded(HERE, 64, 0.005)
-    benefit.loaded(THERE, 4096, 0.015)
-    assert benefit.saves(HERE, 64, "auto") < 0 < benefit.saves(THERE, 4096, "auto")
+        choice.took(4096, 0.07)
+        choice.took(MIN_STEP, 0.01)
+    choice.loaded(HERE, 64, 0.005)
+    choice.loaded(THERE, 4096, 0.015)
+    assert choice.saves(HERE, 64, "auto") < 0 < choice.saves(THERE, 4096, "auto")
 
 
 def test_one_slow_step_does_not_count() -> None:
-    benefit = told([4096] * 5, 0.0, 1e-5)
-    benefit.took(4096, 9.0)
-    assert benefit.computing(4096, "auto") < 0.1
+    choice = told([4096] * 5, 0.0, 1e-5)
+    choice.took(4096, 9.0)
+    assert choice.computing(4096, "auto") < 0.1

@@ -179,7 +179,7 @@ class Walker:
         if self.rng.random() < 0.2:
             external = self.rng.choice([0, BLOCK, external // BLOCK // 2 * BLOCK, TOKENS])
         load = Loading(self.side._schedule.consumer).of(request)
-        prompt = None if load is None else PREFIXES[load.wanted.digest]
+        prompt = None if load is None else PREFIXES[load.transfer.digest]
         self.side.allocated(request, table, external)
         if external:
             self.computed.pop(request, None)

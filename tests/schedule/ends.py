@@ -111,8 +111,8 @@ def preempt(schedule: Loading, request: str) -> None:
 
 def waiting(schedule: Loading) -> dict[TransferId, tuple[bytes, Source]]:
     """The transfers that workers do not know yet, with digest and producer."""
-    wanted = [load.wanted for load in schedule if load.state in (LoadState.WAITING, LoadState.OPEN)]
-    return {one.transfer: (one.digest, one.source) for one in wanted}
+    loaded = [load.transfer for load in schedule if load.state in (LoadState.WAITING, LoadState.OPEN)]
+    return {one.name: (one.digest, one.source) for one in loaded}
 
 
 def released(schedule: Offers, transfer: TransferId, generation: int) -> str | None:

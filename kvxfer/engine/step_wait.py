@@ -39,7 +39,7 @@ class EngineQueue:
     arriving: Callable[[], bool]
 
 
-class Alone:
+class StepWait:
     """Says whether the engine waits for loads and for nothing else, or for little else. One thread.
 
     Attributes:
@@ -52,17 +52,17 @@ class Alone:
         self._waited = 0  # how often requests that could run have waited for a look in this step
         self._lost = 0.0  # seconds that requests which could run have waited in this step since the last news, added up
 
-    def spare(self, load: Load) -> float:
+    def worth(self, load: Load) -> float:
         """Return the seconds of a step that this load is worth: the time that an async one would cost, shared by those that could run."""
         return min(ASYNC_S, STEP_S / max(1, self._others(self._count(_MOVING, load) + 1)))
 
     @property
-    def now(self) -> bool:
+    def free(self) -> bool:
         """Whether every request of the engine waits for a load that is on its way, and nobody has come."""
-        return self._others(self._count(_MOVING)) == 0 and not self.coming
+        return self._others(self._count(_MOVING)) == 0 and not self.arriving
 
     @property
-    def coming(self) -> bool:
+    def arriving(self) -> bool:
         """Whether something has come that the engine has not looked at yet."""
         return self.queue is not None and self.queue.arriving()
 
@@ -75,8 +75,8 @@ class Alone:
     ) -> float:
         """Wait within a step, as long as nobody comes, and as that costs no other request anything or less than it saves.
 
-        Each load that comes saves ``STEP_S``. So requests that could run wait as well if all of them lose less until then than the loads
-        save that are ahead, until they have lost that of one load without any news in this step, and for up to 50 ms of it.
+        Each load that comes saves ``STEP_S``. Requests that could run are held back too, while all of them together lose less than the
+        sync loads save that are still to come. That ends once they have lost ``STEP_S`` without news, or after 50 ms of a step.
 
         Args:
             over: Returns whether there is nothing to wait for any more.
@@ -90,7 +90,7 @@ class Alone:
         before = self._waited
         for _ in range(LOOKS if self.queue is not None else 0):
             others = self._others(asking or self._count(_MOVING))
-            if over() or self.coming or (others and not self._saves(others, expected)):
+            if over() or self.arriving or (others and not self._saves(others, expected)):
                 break
             self._waited += others > 0
             self._lost = 0.0 if look(LOOK_S) else self._lost + others * LOOK_S

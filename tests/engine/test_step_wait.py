@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvxfer import clock
 from kvxfer.config import Config
 from kvxfer.engine import BlockPins, EngineQueue, Prefix, Report, SchedulerSide
-from kvxfer.engine.alone import ASYNC_S, LOOK_S, LOOKS, STEP_S, Alone
 from kvxfer.engine.loads import TOGETHER_S
 from kvxfer.engine.side_channel import RankResult
+from kvxfer.engine.step_wait import ASYNC_S, LOOK_S, LOOKS, STEP_S, StepWait
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.values import Stages
@@ -36,16 +36,16 @@ def test_an_engine_is_alone_if_all_its_requests_wait_for_loads_and_nobody_comes(
 ) -> None:
     working: list[Any] = [SimpleNamespace(state=state, over=over) for state, over in loads]
     schedule: Any = SimpleNamespace(working=working)
-    alone = Alone(schedule)
-    assert not alone.now and alone.spare(mock.Mock()) == 0, "its requests are not known"
-    assert alone.wait(mock.Mock(return_value=False), mock.Mock(side_effect=AssertionError), expected=0.0) == 0
+    wait = StepWait(schedule)
+    assert not wait.free and wait.worth(mock.Mock()) == 0, "its requests are not known"
+    assert wait.wait(mock.Mock(return_value=False), mock.Mock(side_effect=AssertionError), expected=0.0) == 0
     unfinished = others + sum(not over for _, over in loads)
-    alone.queue = EngineQueue(lambda: unfinished, lambda: arriving)
+    wait.queue = EngineQueue(lambda: unfinished, lambda: arriving)
     waits = all(state in MOVING for state, over in loads if not over)
-    assert alone.now == (waits and not others and not arriving)
+    assert wait.free == (waits and not others and not arriving)
     for load in (x for x in working if not x.over):
         run = others + sum(x.state not in MOVING for x in working if x is not load and not x.over)
-        assert alone.spare(load) == min(ASYNC_S, STEP_S / max(1, run)), "what it saves, shared by those that could run"
+        assert wait.worth(load) == min(ASYNC_S, STEP_S / max(1, run)), "what it saves, shared by those that could run"
 
 
 class Consumer:
@@ -145,7 +145,7 @@ def test_those_that_could_run_wait_for_loads_that_come_one_after_the_other(d: Co
 
 def test_those_that_could_run_wait_no_longer_than_anybody_does(d: Consumer) -> None:
     """However many loads come one after the other."""
-    d.side.loads.alone.begin_step()
+    d.side.loads.step_wait.begin_step()
     d.requests = 1  # it computes
     names = [f"r{i}" for i in range(8)]
     for name in names:
@@ -153,7 +153,7 @@ def test_those_that_could_run_wait_no_longer_than_anybody_does(d: Consumer) -> N
     looks = 0
     for number, name in enumerate(names):
         d.came, d.until = [result(name, number)], d.looks + 9
-        with mock.patch("kvxfer.engine.alone.STEP_S", 1.0):
+        with mock.patch("kvxfer.engine.step_wait.STEP_S", 1.0):
             looks += d.waits(name).count(LOOK_S)
     assert looks == LOOKS
 
