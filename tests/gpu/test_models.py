@@ -114,7 +114,7 @@ def test_tokens_are_those_of_the_prefill_server_by_itself(started: dict[str, Ser
         re.findall(r".*write their KV cache as described.*", decode.log.read_text())
     )
     before = received(decode)
-    wrong = []
+    wrong: list[str] = []
     for prompt in PROMPTS:
         tokens = prefill_then_decode(prefill, decode, prompt, TOKENS).tokens
         assert len(set(servers.expected(prompt))) > 3, "output this dull would not show a spoilt cache"

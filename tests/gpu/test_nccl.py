@@ -20,7 +20,7 @@ from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import Suite, TransferMode, World
 from kvxfer.testing.participant import LocalParticipant
 from kvxfer_nccl import NcclTransport
-from kvxfer_nccl.binding import PipeSpec as Pair
+from kvxfer_nccl.binding import PipeSpec
 from kvxfer_nccl.library import NcclPipe
 from kvxfer_nccl.options import Options
 from tests.backends.nccl_faults import SMALL, Faults, open_pipes
@@ -148,10 +148,7 @@ def raw(a: LocalParticipant, b: LocalParticipant, channels: int, sizes: list[int
     """GB/s of one message at a time through NCCL alone: no link, no talk."""
     binding = a.transport._binding  # type: ignore[attr-defined]
     unique_id, options = binding.unique_id(), Options(channels=channels)
-    pipes = [
-        binding.pipe(Pair(unique_id, sends, p._device, options))  # type: ignore[attr-defined]
-        for sends, p in ((True, a), (False, b))
-    ]
+    pipes = [binding.pipe(PipeSpec(unique_id, sends, p._device, options)) for sends, p in ((True, a), (False, b))]
     threads = [threading.Thread(target=pipe.open) for pipe in pipes]
     for thread in threads:
         thread.start()
