@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing as mp
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,13 +14,27 @@ from kvxfer.errors import KvxferError
 
 ANSWER_S = 180.0
 
+_forks = mp.get_context("forkserver")
+"""Processes are forked from one that has imported what engines need: new interpreters would each have to import that again."""
+_forks.set_forkserver_preload(["kvxfer.testing.engine"])
 
-def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+
+def _serve(
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    environment: Mapping[str, str],
+    errors: Connection,
+    pipe: Connection,
+) -> None:
     """Serve requests until ``None``. Each is (arguments, named ones), the method first, and is answered with (ok, value).
 
     What libraries print, as UCX does about peers that are gone, goes to standard error, because standard output is the benchmark's.
     """
-    os.dup2(2, 1)
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream in (1, 2):
+        os.dup2(errors.fileno(), stream)
+    errors.close()
     try:
         served = make(*args)
         pipe.send((True, None))
@@ -45,12 +59,14 @@ class Remote:
     """
 
     def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:
-        context = mp.get_context("spawn")
         self.name = name
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(make, args, theirs), daemon=True)
+        self._pipe, theirs = _forks.Pipe()
+        errors = Connection(os.dup(2), readable=False)
+        told = (make, args, dict(os.environ), errors, theirs)
+        self.process = _forks.Process(target=_serve, args=told, daemon=True)
         self.process.start()
         theirs.close()
+        errors.close()
         self._made = False
 
     def wait(self) -> None:
