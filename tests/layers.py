@@ -25,6 +25,7 @@ class Layer(NamedTuple):
     """Where its tests are, how many cases of a function `make test` runs, and how many run side by side for each worker."""
 
     paths: str
+    first: str = ""  # the modules that take longest, longest first: begun last, one of them would keep a single core
     keep: int = 8
     beside: float = 1  # more where tests wait for other processes and for time more than they compute
     needs: str = ""  # the mark of its tests if they need GPUs; such a layer runs only if it is named
@@ -33,21 +34,36 @@ class Layer(NamedTuple):
         """Return what runs it, up to further options of pytest."""
         # What one class tests takes minutes on a GPU, so a class is spread; a module whose tests share servers is a group.
         count, dist = str(round(self.beside * WORKERS)), "loadgroup" if self.needs else "loadscope"
-        workers = ["-n", count, "--dist", dist] if self.beside else []
+        workers = ["-n", count, "--dist", dist, "--no-loadscope-reorder"] if self.beside else []
         if self.needs:
             chosen = ["-m", f"{self.needs} and (slow or not slow)" if every else self.needs]
         else:
             chosen = [] if every else ["--keep", str(self.keep), "-m", "not slow"]
-        return [sys.executable, "-m", "pytest", *self.paths.split(), *workers, *chosen]
+        return [sys.executable, "-m", "pytest", *self.paths.split(), *workers, "--first", self.first, *chosen]
 
 
 ROOT_FILES = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py")))
 LAYERS = {
     "core": Layer(
-        "tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine", beside=1.5
+        "tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine",
+        "tests/protocol/test_machines.py tests/memory/test_between.py tests/data/test_slots.py tests/geometry/test_law.py "
+        "tests/data/test_elastic.py tests/memory/test_checksum.py tests/schedule/test_machine.py tests/data/test_staging.py",
+        beside=1.5,
     ),
-    "house": Layer(f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples", keep=4, beside=2),
-    "control": Layer("tests/control", keep=4, beside=2),
+    "house": Layer(
+        f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples",
+        "tests/test_doctor.py tests/test_cli.py tests/test_incidents.py tests/test_played_incidents.py tests/test_packaging.py "
+        "tests/test_why.py tests/test_keys.py",
+        keep=4,
+        beside=2,
+    ),
+    "control": Layer(
+        "tests/control",
+        "tests/control/test_adversary.py tests/control/test_processes.py tests/control/test_dead_peers.py "
+        "tests/control/test_budgets.py tests/control/test_endings.py",
+        keep=4,
+        beside=2,
+    ),
     "backends": Layer("tests/backend tests/backends --ignore tests/backends/test_ucx.py", keep=12, beside=2),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
     "ucx": Layer("tests/backends/test_ucx.py", keep=12),

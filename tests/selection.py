@@ -4,6 +4,7 @@
   ``pytest -m gpus`` leave out what is also ``slow``, whose time a machine with GPUs is too dear for, unless the expression names it.
 * Of a function with many cases, a run with ``--keep K`` takes K: always the same ones, drawn by their names. ``pytestmark =
   pytest.mark.keep(N)`` says another number for a module, a class or a function; 0 is all of them.
+* The modules that ``--first`` names begin, since one that takes long would keep a single core at the end.
 * A clause of the conformance suite that measures or moves gigabytes counts as ``slow``, as do all histories of a suite but the first.
 """
 
@@ -24,6 +25,7 @@ DEAR = ("blocking", "resources", "volume")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--keep", type=int, default=0, metavar="K", help="run at most K cases of a function; 0 runs all")
+    parser.addoption("--first", default="", metavar="FILES", help="begin with these files of tests, in this order")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -44,6 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left := [item for item in items if item not in taken]:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item in taken]
+    order = {file: at for at, file in enumerate(str(config.getoption("first")).split())}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
 def _fits(item: pytest.Item, wanted: str) -> bool:

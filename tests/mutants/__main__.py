@@ -45,7 +45,7 @@ def environment(tree: Path) -> dict[str, str]:
 def layer_of(path: str) -> Layer:
     """Return the layer of which this file or folder is a part, cut down to it."""
     layer = next(layer for layer in LAYERS.values() if any(path.startswith(at) for at in layer.paths.split()))
-    return layer._replace(paths=path, beside=0)
+    return layer._replace(paths=path, first="", beside=0)
 
 
 def found_by(tests: str, tree: Path) -> str | None:
