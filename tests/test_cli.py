@@ -17,6 +17,7 @@ from kvxfer.cli.main import build
 from kvxfer.cli.probing import probe_all
 from kvxfer.config import Config
 from kvxfer.security import make_key
+from kvxfer.transport import registry
 from tests.conftest import require
 
 BACKEND = """
@@ -90,7 +91,16 @@ family.command("fails")(fails)
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kvxfer's own back ends tcp and zmq alone: `doctor` makes each that is installed, and the others cost time."""
+    ours, found = {*registry.available()} - {"tcp", "zmq"}, registry.available
+    monkeypatch.setattr(
+        registry, "available", lambda: {name: target for name, target in found().items() if name not in ours}
+    )
+
+
+@pytest.fixture
+def installed(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A distribution beside kvxfer, with back ends and commands of its own; some of them broken."""
     (tmp_path / "third_party_backend.py").write_text(BACKEND)
     (tmp_path / "third_party_commands.py").write_text(COMMANDS)
@@ -206,8 +216,10 @@ def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_p
 
 
 @pytest.mark.parametrize("backend", ["nixl", "ucx"])
-def test_doctor_on_loopback(backend: str) -> None:
+def test_doctor_on_loopback(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     require(backend)
+    only = {name: target for name, target in registry.available().items() if name in ("tcp", backend)}
+    monkeypatch.setattr(registry, "available", lambda: only)
     ports = json.loads(run("doctor", "--json", "--config", '{"key_file": null}').stdout)["ports"]
     found = [row["port"] for row in ports if row["opened_by"] == f"back end {backend}"]
     assert found and all(port == "none" or port.startswith("unix:") for port in found)
@@ -283,6 +295,7 @@ def test_doctor_looks_at_what_is_named_and_not_installed(backend: str, problem: 
     assert result.exit_code == 1 and problem in found
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     "options, problem",
     [
@@ -313,6 +326,7 @@ def test_a_stand_in_reports_nothing() -> None:
         assert result.exit_code == 2 and "leave out --peer and --json" in " ".join(result.stderr.split())
 
 
+@pytest.mark.usefixtures("few")
 def test_doctor_tells_where_auto_has_a_back_end_that_is_not_installed() -> None:
     named = {"kvxfer.testing.faults:Faulty": {"inner": "tcp"}, "no_such_module:Class": {}}
     found = run("doctor", "--json", "--config", json.dumps({"backend": "auto", "backend_options": named}))
@@ -366,6 +380,7 @@ app(prog_name="kvxfer")
     assert with_them.exit_code == 2 and "pip install" not in with_them.stderr
 
 
+@pytest.mark.usefixtures("few")
 def test_doctor_tells_where_auto_leads_and_which_other_addresses_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"10.0.0.7": "eth0", "192.0.2.7": "ib0"}
     monkeypatch.setattr("kvxfer.cli.addresses.own_addresses", lambda: found)

@@ -51,6 +51,12 @@ def call(source: Source, **config: Any) -> dict[str, Any]:
     return visit(f"{source.host}:{source.port}", Config.from_mapping(config))
 
 
+def only(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have doctor make no others here, which cost time."""
+    left = {backend: registry.available()[backend]}
+    monkeypatch.setattr(registry, "available", lambda: left)
+
+
 @pytest.mark.parametrize("backend", ["zmq", "tcp", "nixl", "ucx"])
 def test_a_visit_tells_which_back_end_and_which_transport(node: Any, backend: str) -> None:
     if backend in ("nixl", "ucx"):
@@ -90,7 +96,8 @@ def test_a_key(node: Any, tmp_path: Path) -> None:
         assert call(p.source, backend="zmq", peer_timeout=10.0, **settings)["failure"]["kind"] == "refused"
 
 
-def test_nobody_there(node: Any) -> None:
+def test_nobody_there(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    only("tcp", monkeypatch)
     p = node("zmq")
     p.kill()
     words = ["doctor", "--json", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"peer_timeout": 2}']
@@ -176,7 +183,8 @@ def test_wrong_use() -> None:
         assert CliRunner().invoke(build(), ["doctor", *wrong]).exit_code == 2
 
 
-def test_people_are_told_the_same(node: Any) -> None:
+def test_people_are_told_the_same(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    only("zmq", monkeypatch)
     p = node("zmq", seed=1)
     words = ["doctor", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"backend": "zmq"}']
     shown = CliRunner().invoke(build(), words)
@@ -202,8 +210,7 @@ def _kind(port: str) -> str:
 @pytest.mark.parametrize("backend", ["tcp", "cma"])
 def test_every_port_that_an_engine_opens_is_listed(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     require(backend)
-    installed = registry.available()
-    monkeypatch.setattr(registry, "available", lambda: {backend: installed[backend]})  # the others cost time
+    only(backend, monkeypatch)
     config = Config(backend=backend)
     shown = CliRunner().invoke(build(), ["doctor", "--json", "--config", json.dumps({"backend": backend})])
     rows = json.loads(shown.stdout)["ports"]
@@ -361,8 +368,7 @@ def test_whether_the_bulk_is_encrypted(name: str, config: dict[str, Any], encryp
 def test_people_and_programs_are_told_whether_the_bulk_is_encrypted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = registry.available()
-    monkeypatch.setattr(registry, "available", lambda: {"tcp": installed["tcp"]})  # the others cost time
+    only("tcp", monkeypatch)
     make_key(tmp_path / "key")
     config = {"backend": "tcp", "backend_options": {"encrypt": True}, "key_file": str(tmp_path / "key")}
     told = CliRunner().invoke(build(), ["doctor", "--config", json.dumps(config)]).stdout
