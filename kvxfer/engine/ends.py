@@ -76,19 +76,24 @@ class LoadEnds:
         if not load.expects_results or (known is not None and known.quiet):
             return
         load.results[result.rank] = result
-        load.failure = load.failure or result.failure or _disagreement(load.generations)
-        quiet = load.quiet(self._ranks)
-        if load.is_sync and (quiet or load.failure is not None):
-            self._tell(load)
-        if load.writing and not load.pinned:
+        if load.failure is None:
+            load.failure = result.failure or (_disagreement(load.generations) if len(load.results) > 1 else None)
+        failed = load.failure is not None
+        if failed and load.writing and not load.pinned:
             # The engine hears of it next, or only once the blocks are quiet if there is no pool to pin them in.
             load.pinned = self._pins.keep(load, load.blocks.ids())
-        if load.under_way and len(load.results) >= self._ranks and (load.pinned or not load.writing):
-            self._over.append(load)  # first, so that the engine is told of it whatever a table refuses
-        if load.failure is not None:
+        moving = load.under_way
+        quiet = not moving and load.quiet(self._ranks)
+        if moving:
+            if len(load.results) >= self._ranks and (not failed or load.pinned or not load.writing):
+                self._over.append(load)  # first, so that the engine is told of it whatever a table refuses
+        elif quiet or failed:
+            self._tell(load)
+        if failed:
             self._schedule.on(load, _E.FAILED, "its load has failed on another rank")
-        if quiet and not load.under_way:
-            self._check_asked(load)
+        if quiet:
+            if failed:
+                self._check_asked(load)
             self._schedule.on(load, _E.ARRIVED if load.state is _S.AHEAD else _E.QUIET)
 
     def update(self, told: bool) -> Update:
@@ -105,7 +110,8 @@ class LoadEnds:
         loaded, failed, shorter = set(), {}, {}
         for load in loads:
             request = load.request
-            self._check_asked(load)
+            if load.failure is not None:
+                self._check_asked(load)
             if not self._moved(load):
                 if load.writing:
                     continue  # it is told once its blocks are quiet
@@ -130,8 +136,8 @@ class LoadEnds:
         return False
 
     def _check_asked(self, load: Load) -> None:
-        """Have the producer of a load told that nobody comes, if no rank has asked it."""
-        if load.failure is not None and load.unasked(self._ranks):
+        """Have the producer of a load that has failed told that nobody comes, if no rank has asked it."""
+        if load.unasked(self._ranks):
             self._schedule.unasked(load)
 
     def _tell(self, load: Load) -> None:
