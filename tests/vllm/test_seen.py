@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
-from kvxfer.engine import alone
+from kvxfer.engine import step_wait
 from kvxfer.identity import TransferId
 from kvxfer.testing.engine import until
 from kvxfer_bench.vllm.handover import MODES, measure
@@ -63,7 +63,7 @@ def seconds(engine: DecodeEngine) -> float:
 
 def wait_for_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a step that waits do so until the load ends, some five seconds later: no busy machine makes another one take so long."""
-    monkeypatch.setattr(alone, "LOOKS", 60_000)
+    monkeypatch.setattr(step_wait, "LOOKS", 60_000)
 
 
 def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(
