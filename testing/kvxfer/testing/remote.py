@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from kvxfer.errors import KvxferError
@@ -16,25 +17,34 @@ ANSWER_S = 180.0
 
 _forks = mp.get_context("forkserver")
 """Processes are forked from one that has imported what engines need: new interpreters would each have to import that again."""
-_forks.set_forkserver_preload(["kvxfer.testing.engine"])
+_forks.set_forkserver_preload(["kvxfer.testing.engine", "kvxfer.testing.participant"])
 
 
-def _serve(
-    make: Callable[..., Any],
-    args: tuple[Any, ...],
-    environment: Mapping[str, str],
-    errors: Connection,
-    pipe: Connection,
-) -> None:
-    """Serve requests until ``None``. Each is (arguments, named ones), the method first, and is answered with (ok, value).
+def apart(serve: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start a process that calls this function, with the environment and the standard error of this one; return it.
 
     What libraries print, as UCX does about peers that are gone, goes to standard error, because standard output is the benchmark's.
     """
+    errors = Connection(os.dup(2), readable=False)
+    process = _forks.Process(target=_begin, args=(serve, args, dict(os.environ), errors), daemon=True)
+    process.start()
+    errors.close()
+    return process
+
+
+def _begin(
+    serve: Callable[..., None], args: tuple[Any, ...], environment: Mapping[str, str], errors: Connection
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(errors.fileno(), stream)
     errors.close()
+    serve(*args)
+
+
+def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+    """Serve requests until ``None``. Each is (arguments, named ones), the method first, and is answered with (ok, value)."""
     try:
         served = make(*args)
         pipe.send((True, None))
@@ -60,13 +70,9 @@ class Remote:
 
     def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:
         self.name = name
-        self._pipe, theirs = _forks.Pipe()
-        errors = Connection(os.dup(2), readable=False)
-        told = (make, args, dict(os.environ), errors, theirs)
-        self.process = _forks.Process(target=_serve, args=told, daemon=True)
-        self.process.start()
+        self._pipe, theirs = mp.Pipe()
+        self.process = apart(_serve, make, args, theirs)
         theirs.close()
-        errors.close()
         self._made = False
 
     def wait(self) -> None:

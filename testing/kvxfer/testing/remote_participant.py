@@ -1,25 +1,25 @@
 """A participant in a process of its own, which can really be killed and stopped.
 
-``python -m kvxfer.testing.remote_participant FD`` is a ``LocalParticipant`` that is controlled over a pipe; the first message
-says which back end to make, whose class must be importable there. ``RemoteParticipant`` is the other end.
+The process has a ``LocalParticipant`` that is controlled over a pipe; the first message says which back end to make, whose class must be
+importable there. ``RemoteParticipant`` is the other end.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kvxfer import errors
 from kvxfer.testing.participant import LocalParticipant
 from kvxfer.testing.ready import ready
+from kvxfer.testing.remote import apart
 from kvxfer.transport.contract import Batch, Fence, Transport
 
 REPLY_S = 60.0
@@ -38,12 +38,7 @@ class RemoteParticipant:
         self.name = name
         self._idle = idle
         self._pipe, theirs = Pipe()
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvxfer.testing.remote_participant", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
+        self._child = apart(_serve, theirs)
         theirs.close()
         self._ask(backend, dict(options), name, device)
 
@@ -58,21 +53,34 @@ class RemoteParticipant:
     def kill(self) -> None:
         """Send SIGKILL, and wait until the process is gone."""
         self._child.kill()
-        self._child.wait(10)
+        self._child.join(10)
         self._pipe.close()
 
     def stop(self) -> None:
         """Send SIGSTOP, and wait until it has taken effect."""
-        self._child.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._child.pid, os.WSTOPPED | os.WNOWAIT)
+        self._signal(signal.SIGSTOP)
+        while not self._stands():
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """Send SIGCONT."""
-        self._child.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._child.is_alive():
+            os.kill(self._child.pid or 0, number)
+
+    def _stands(self) -> bool:
+        """Whether all of its threads have stopped, or it has ended."""
+        try:
+            threads = Path(f"/proc/{self._child.pid}/task").glob("*/stat")
+            return all(thread.read_text().rpartition(") ")[2][0] == "T" for thread in threads)
+        except OSError:
+            return False  # one has ended meanwhile
 
     def end(self) -> None:
         """End the process in whatever state it is. Idempotent."""
-        if self._child.returncode is None:
+        if self._child.exitcode is None:
             self.kill()
 
     def _ask(self, *command: Any, **named: Any) -> Any:
@@ -85,17 +93,15 @@ class RemoteParticipant:
         try:
             value, kind = self._pipe.recv()
         except (EOFError, ConnectionError):
-            raise RuntimeError(f"the process of {self.name!r} ended (exit status {self._child.wait(10)})") from None
+            self._child.join(10)
+            raise RuntimeError(f"the process of {self.name!r} ended (exit status {self._child.exitcode})") from None
         if kind is not None:
             raise getattr(errors, kind, RuntimeError)(value)
         return value
 
 
-def main() -> None:
+def _serve(pipe: Connection) -> None:
     """Do what is asked over a pipe until the parent has gone."""
-    os.dup2(2, 1)  # keeps what a library prints out of the suite's output
-    pipe = Connection(int(sys.argv[1]))
-
     participant: LocalParticipant | None = None
 
     def answer(act: Callable[[], Any]) -> None:
@@ -121,7 +127,3 @@ def main() -> None:
             except EOFError:
                 return  # the parent has gone
             answer(partial(getattr(participant, command), *arguments, **named))
-
-
-if __name__ == "__main__":
-    main()
