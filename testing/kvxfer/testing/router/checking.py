@@ -51,8 +51,7 @@ def check(case: RouterCase, deployment: Deployment, texts: Texts) -> RouterResul
     before = _Totals.now(deployment)
     with ThreadPoolExecutor(len(requests) if case.at_once else 1) as pool:
         answers = list(pool.map(lambda request: _sent(deployment.router, deployment.model, request), requests))
-    held = _held(deployment)
-    after = _Totals.now(deployment)
+    after = _settled(deployment)
     right = [_sent(deployment.plain, deployment.model, request) for request in requests if request.hang_up is False]
     wrong = list(_wrong(case, [answer for answer in answers if answer is not None], right))
     unserved = [
@@ -61,7 +60,8 @@ def check(case: RouterCase, deployment: Deployment, texts: Texts) -> RouterResul
     served = not unserved or case.rejected
     if served and not wrong:
         wrong += _moved(case, requests, before, after)
-    if held:
+    if after.offers or after.loads:
+        held = f"{after.offers:.0f} offers and {after.loads:.0f} loads"
         wrong.append(f"{deployment.within:g} s after the answer the engines still hold {held}")
     outcome: Literal["kept", "broken", "left out"] = "broken" if wrong else "kept" if served else "left out"
     nbytes = int(after.nbytes - before.nbytes)
@@ -142,22 +142,27 @@ def _content(answer: HttpAnswer) -> dict[str, Any]:
 class _Totals:
     """Sums of the engines' metrics at one moment."""
 
+    offers: float  # in hand at the prefill engines
+    loads: float  # in hand at the decode engines
     nbytes: float
     requests: Counter[str]
     not_offered: Counter[str]
 
     @classmethod
     def now(cls, deployment: Deployment) -> _Totals:
-        requests, not_offered, nbytes = Counter[str](), Counter[str](), 0.0
+        requests, not_offered, nbytes, offers, loads = Counter[str](), Counter[str](), 0.0, 0.0, 0.0
         for server in deployment.decode:
             samples = server.metrics()
+            loads += sum(value for _, value in samples.get("kvxfer_loads_in_hand", ()))
             nbytes += sum(value for _, value in samples.get("kvxfer_kv_bytes_total", ()))
             for has, value in samples.get("kvxfer_requests_total", ()):
                 requests[has.get("outcome", "?")] += int(value)
         for server in deployment.prefill:
-            for has, value in server.metrics().get("kvxfer_not_offered_total", ()):
+            samples = server.metrics()
+            offers += sum(value for _, value in samples.get("kvxfer_offers_in_hand", ()))
+            for has, value in samples.get("kvxfer_not_offered_total", ()):
                 not_offered[has.get("reason", "?")] += int(value)
-        return cls(nbytes, requests, not_offered)
+        return cls(offers, loads, nbytes, requests, not_offered)
 
 
 def _prompts(requests: Iterable[HttpRequest]) -> int:
@@ -191,21 +196,13 @@ def _moved(case: RouterCase, requests: Iterable[HttpRequest], before: _Totals, a
         yield f"{moved:.0f} bytes of KV have moved for nothing"
 
 
-def _held(deployment: Deployment) -> str:
-    """Return what the engines still hold when the time is over; empty if that is nothing. Blocks."""
+def _settled(deployment: Deployment) -> _Totals:
+    """Return the totals once the engines hold nothing, or when the time for that is over. Blocks."""
     until = time.monotonic() + deployment.within
     while True:
         for server in (*deployment.prefill, *deployment.decode):  # gauges tell of the last step
             server.post("/v1/completions", {"model": deployment.model, **STEP})
-        offers, loads = (
-            sum(value for server in servers for _, value in server.metrics().get(metric, ()))
-            for servers, metric in (
-                (deployment.prefill, "kvxfer_offers_in_hand"),
-                (deployment.decode, "kvxfer_loads_in_hand"),
-            )
-        )
-        if not offers and not loads:
-            return ""
-        if time.monotonic() > until:
-            return f"{offers:.0f} offers and {loads:.0f} loads"
+        totals = _Totals.now(deployment)
+        if not (totals.offers or totals.loads) or time.monotonic() > until:
+            return totals
         time.sleep(0.1)
