@@ -79,6 +79,13 @@ def check(source: Held, sink: Held) -> None:
 
 
 @pytest.mark.parametrize("memories", WAYS, ids=" to ".join)
+def test_a_third_of_all_layouts_by_tcp(memories: tuple[str, str]) -> None:
+    """Another third for each way in turn, so that each two layouts move two ways or three."""
+    moves("tcp", memories, layout_pairs()[WAYS.index(memories) % 3 :: 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memories", WAYS, ids=" to ".join)
 def test_all_layouts_by_tcp(memories: tuple[str, str]) -> None:
     moves("tcp", memories, layout_pairs())
 
