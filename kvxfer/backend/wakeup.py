@@ -142,7 +142,7 @@ class Wakeup:
 
 MIN_S, MAX_S = 0.00005, 0.0005
 """Bounds of the time between two looks: at 2,000 looks a second, waiting takes about a tenth of a core."""
-SHARE = 32
+LATENESS_DIVISOR = 32
 """The part of the time waited so far that passes until the next look, so that looking late delays little of what was waited for."""
 
 
@@ -152,4 +152,4 @@ def look_again(since: float, now: float) -> float:
     What is over soon is seen at once, and what takes long costs little: an engine's forward pass takes milliseconds, and needs
     the processor.
     """
-    return now + min(max(MIN_S, (now - since) / SHARE), MAX_S)
+    return now + min(max(MIN_S, (now - since) / LATENESS_DIVISOR), MAX_S)

@@ -49,7 +49,7 @@ IDLE_S = 600.0
 """Seconds after which an unused connection to another directory is closed."""
 SLICE_S = 0.005
 """Seconds of a turn that may be spent on incoming messages, and on outgoing ones."""
-SHARE = 16
+MESSAGES_A_TURN = 16
 """The most messages of one connection before others have their turn."""
 BEYOND_PER_S = 8 << 20
 """The most bytes a second of notices beyond its share (``NoticeBox``) that are looked at for a peer, over all of its connections."""
@@ -279,7 +279,7 @@ class Directory:
 
     def _hear(self, connection: sockets.ControlConnection, until: float) -> None:
         handle = self._answer if connection.destination is None else self._take
-        for _ in range(SHARE):
+        for _ in range(MESSAGES_A_TURN):
             if (frame := connection.receive()) is None:
                 break
             handle(connection, frame)

@@ -10,7 +10,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
 
-SHARE = 10
+PAUSE_FACTOR = 10
 """After an answer its peer gets none for this many times as long as it took, and its connection for twice that time."""
 _BUSY = m.Refused(FailureKind.OVERLOADED, "it has just answered another question", again=True)
 
@@ -37,5 +37,5 @@ class Explainer:
         try:
             return explain(asked)
         finally:
-            wait = SHARE * (clock.now() - now) * (1 + len(waits))
+            wait = PAUSE_FACTOR * (clock.now() - now) * (1 + len(waits))
             waits[connection.peer], waits[connection] = now + wait, now + 2 * wait

@@ -30,7 +30,7 @@ STALL_S = 0.5
 """A turn that begins this many seconds late means that the process did not run."""
 SLICE_S = 0.002
 """Seconds that a turn spends on calls, and on messages."""
-FEW = 16
+MESSAGES_A_TURN = 16
 """The messages of one connection that are handled before others have their turn, and the calls before the clock is read."""
 CLOSE_S = 5.0
 LINGER_S = 0.2
@@ -223,7 +223,7 @@ class ControlLoop:
     def _drain(self, until: float = math.inf) -> None:
         """Do the steps that the engine and the data threads have queued, up to this time."""
         while self._inbox:
-            for _ in range(min(FEW, len(self._inbox))):
+            for _ in range(min(MESSAGES_A_TURN, len(self._inbox))):
                 self._taken += 1
                 self._take(self._inbox.popleft())
             if clock.now() >= until:
@@ -240,7 +240,7 @@ class ControlLoop:
         for connection in self.sockets.ready():
             if connection.after > self._taken:
                 continue
-            for _ in range(FEW):
+            for _ in range(MESSAGES_A_TURN):
                 frame = connection.receive()
                 if frame is None:
                     break

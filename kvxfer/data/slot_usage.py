@@ -18,7 +18,7 @@ PROMPT_S, STALLED_S = 10.0, 30.0
 """How long it is remembered that a link has taken a piece at once, and that a slot was taken from it."""
 FORGIVEN = 4
 """After its first loss of a slot, a link has to take one piece in time. Each further loss multiplies that number by this factor."""
-SECOND = 10
+LOSS_FACTOR = 10
 """After each loss, a link may hold a slot for this many times as long as a new one."""
 
 
@@ -34,7 +34,7 @@ class _Record:
     next_owed: int = 1  # how many it has to take after the next loss
 
 
-NEW = _Record()
+UNUSED = _Record()
 """How a link has used slots of which nothing is known."""
 
 
@@ -84,11 +84,11 @@ class SlotUsage:
 
     def losses(self, link: LinkId) -> int:
         """Return how often a link has lost a slot that is not forgiven."""
-        return self._records.get(link, NEW).losses if self.stalled(link) else 0
+        return self._records.get(link, UNUSED).losses if self.stalled(link) else 0
 
     def stalled(self, link: LinkId) -> bool:
         """Return whether a link has lost a slot, and has not taken enough pieces in time since."""
-        record = self._records.get(link, NEW)
+        record = self._records.get(link, UNUSED)
         return record.losses > 0 and clock.now() - record.lost_at < STALLED_S
 
     def patience(self, link: LinkId, calm: float, first: float) -> float:
@@ -99,7 +99,7 @@ class SlotUsage:
         """
         if not self._alert:
             return calm
-        return min(first * (1 + self._records.get(link, NEW).earned + SECOND * self.losses(link)), calm / 2)
+        return min(first * (1 + self._records.get(link, UNUSED).earned + LOSS_FACTOR * self.losses(link)), calm / 2)
 
     @property
     def _alert(self) -> bool:
@@ -130,7 +130,7 @@ class SlotUsage:
         return (self.losses(link), *(self._used(name, now) for name in self._names(link)))
 
     def _names(self, link: LinkId) -> tuple[Hashable, ...]:
-        return *self._records.get(link, NEW).names, link
+        return *self._records.get(link, UNUSED).names, link
 
     def _used(self, name: Hashable, now: float) -> float:
         """Return for how many seconds slots were held; each second counts half after ``HALF_LIFE_S``."""

@@ -19,7 +19,7 @@ FRAME = 1 << 20
 LONG = 256 << 10
 """From this length on a run goes out without a copy: a frame of its own costs about as much as copying this."""
 
-FEW = 16
+MIN_LENGTHS = 16
 """With more different lengths in a frame, or fewer runs of each, copying one run at a time is faster."""
 
 Ints = NDArray[np.int64]
@@ -72,7 +72,7 @@ class ByteStream:
         j = int(np.searchsorted(self._ends, end, side="left")) + 1
         lengths = self._lengths[i:j]
         length = int(lengths[0])
-        if len(lengths) >= FEW and offset == int(self._starts[i]) and (lengths == length).all():
+        if len(lengths) >= MIN_LENGTHS and offset == int(self._starts[i]) and (lengths == length).all():
             base, window = self._window(length)
             return window[self._at[i:j] - base].view(np.uint8).data
         frame = np.empty(end - offset, np.uint8)
@@ -98,8 +98,8 @@ class ByteStream:
         if i >= j:
             return
         lengths = self._lengths[i:j]
-        kinds = np.unique(lengths) if len(lengths) >= FEW else lengths
-        if len(lengths) < FEW * len(kinds):
+        kinds = np.unique(lengths) if len(lengths) >= MIN_LENGTHS else lengths
+        if len(lengths) < MIN_LENGTHS * len(kinds):
             for run in range(i, j):
                 self._part(run, offset, end, data, inward)
             return

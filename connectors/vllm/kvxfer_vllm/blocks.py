@@ -185,7 +185,7 @@ class LocalHits:
         return self._side.loadable(name, computed)
 
 
-SHARE = 4
+PINNED_PART = 4
 """Which part of the pool answers may pin, and which must be free while any are pinned."""
 
 
@@ -193,7 +193,7 @@ class PinnedAnswers:
     """The answers whose blocks are pinned, each for a number of seconds; 0 for none. One thread."""
 
     def __init__(self, pins: BlockPins, blocks: int, seconds: float) -> None:
-        self._pins, self._most, self._seconds = pins, blocks // SHARE, seconds
+        self._pins, self._most, self._seconds = pins, blocks // PINNED_PART, seconds
         self._pinned: deque[tuple[Hashable, int, float]] = deque()  # under what, how many blocks, and until when
         self._blocks = 0
 

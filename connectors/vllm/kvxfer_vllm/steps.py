@@ -12,9 +12,9 @@ from kvxfer_vllm.internals import EngineLoop
 
 log = logger("kvxfer.vllm")
 
-LEAST = 256
+MIN_TOKENS = 256
 """Tokens of prompts in a step whose time counts. Of shorter steps, most goes into the step itself."""
-FULL = 1024
+FULL_TOKENS = 1024
 """Tokens of prompts in a step that is full, or half of the most if that is more. Once there was one, shorter ones do not count."""
 
 
@@ -28,7 +28,7 @@ class PromptPace:
     """
 
     def __init__(self, takes: Callable[[int, float], None], most: int, ahead: int) -> None:
-        self._takes, self._full, self._least = takes, max(FULL, most // 2), LEAST
+        self._takes, self._full, self._least = takes, max(FULL_TOKENS, most // 2), MIN_TOKENS
         self._begun: deque[tuple[int, float]] = deque(maxlen=ahead)
         self._ended = 0.0  # when the last step ended
 

@@ -72,13 +72,13 @@ def _bytes(told: blake3, kind: bytes, content: bytes) -> None:
     told.update(content)
 
 
-READS, BYTES = 4096, 512
+MAX_SAMPLES, SAMPLE_BYTES = 4096, 512
 """Samples of a whole checkpoint at most, and the size of each: 2 MiB of reads, whatever the model's size."""
-MOST = 256
+MAX_TENSOR_SAMPLES = 256
 """Samples of one tensor, or of one file in another format, at most."""
 LONGEST_HEADER = 100 << 20
 """What the format allows."""
-READERS = 16
+READER_THREADS = 16
 """Threads: a network file system answers many questions in the time of one."""
 
 OTHERS = (".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors", ".safetensors")
@@ -107,14 +107,14 @@ def fingerprint(checkpoint: Path) -> str:
     files = _files(checkpoint)
     if not files:
         raise ValueError(f"{checkpoint} holds no file of weights")
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(READER_THREADS) as pool:
         found: list[tuple[tuple[object, ...], tuple[str, int, int]]]
         if all(file.suffix == ".safetensors" for file in files):
             found = sorted(entry for entries in pool.map(_header, files) for entry in entries)
         else:
             found = [((file.name, file.stat().st_size), (str(file), 0, file.stat().st_size)) for file in files]
         chosen = _chosen(len(found))
-        each = max(1, min(MOST, READS // len(chosen)))
+        each = max(1, min(MAX_TENSOR_SAMPLES, MAX_SAMPLES // len(chosen)))
         samples = [_samples(found[i][1], each) for i in chosen]
         contents = list(pool.map(_read, [place for places in samples for place in places]))
     told = hashlib.blake2b(digest_size=8)
@@ -169,15 +169,15 @@ def _header(file: Path) -> list[tuple[tuple[str, ...], Place]]:
 
 def _chosen(n: int) -> list[int]:
     """Which of ``n`` tensors are sampled: all, or as many as may be, spread over them."""
-    return list(range(n)) if n <= READS else [i * n // READS for i in range(READS)]
+    return list(range(n)) if n <= MAX_SAMPLES else [i * n // MAX_SAMPLES for i in range(MAX_SAMPLES)]
 
 
 def _samples(place: Place, n: int) -> list[Place]:
     """``n`` places in a tensor, the first at its beginning and the last at its end; fewer if they would overlap."""
     file, at, length = place
-    n = max(1, min(n, -(-length // BYTES)))
-    last = max(0, length - BYTES)
-    return [(file, at + (last * i // (n - 1) if n > 1 else 0), min(BYTES, length)) for i in range(n)]
+    n = max(1, min(n, -(-length // SAMPLE_BYTES)))
+    last = max(0, length - SAMPLE_BYTES)
+    return [(file, at + (last * i // (n - 1) if n > 1 else 0), min(SAMPLE_BYTES, length)) for i in range(n)]
 
 
 def _read(place: Place) -> bytes:
