@@ -16,6 +16,7 @@ from kvxfer.config import Config
 from kvxfer.facts import MAX_TEXT, settings_hash
 from kvxfer.logs import logger
 from kvxfer_vllm.content.hashing import fingerprint
+from kvxfer_vllm.pages.forms import dtype_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,7 +42,7 @@ def facts_of(vllm_config: VllmConfig, config: Config) -> dict[str, str]:
         "config": settings_hash(model.hf_config.to_dict(), without=_UNESSENTIAL + _SET_BY_LOADING),
         **_rope(model),
         **_attention(vllm_config),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "quantisation": _quantisation(model),
         "updates": "0",
     }

@@ -30,7 +30,9 @@ def encoding_of(
 def _pages(layer: Layer, spec: Any, form: Form, writer: str, tensor: torch.Tensor, config: VllmConfig) -> str:
     """Return the encoding without the scales."""
     cached = (
-        f"{_plain(spec.dtype)}/{_cache_dtype(layer, spec, config)}/{quant_of(spec)}" if hasattr(spec, "dtype") else ""
+        f"{dtype_name(spec.dtype)}/{_cache_dtype(layer, spec, config)}/{quant_of(spec)}"
+        if hasattr(spec, "dtype")
+        else ""
     )
     if form in ("kv", "row"):
         return f"vllm/attention/{form}/{cached}/{spec.head_size}+{getattr(spec, 'head_size_v', spec.head_size)}"
@@ -57,15 +59,16 @@ def _cache_dtype(layer: Layer, spec: Any, config: VllmConfig) -> str:
     stated = layer.cache_dtype or getattr(spec, "cache_dtype_str", None)
     stated = str(stated or getattr(getattr(config, "cache_config", None), "cache_dtype", "auto"))
     if stated in ("auto", "half", "float", "float16", "bfloat16", "float32"):
-        return _plain(spec.dtype)
+        return dtype_name(spec.dtype)
     if stated in ("fp8", "fp8_e4m3"):
         from vllm.platforms import current_platform
 
-        return _plain(current_platform.fp8_dtype())
+        return dtype_name(current_platform.fp8_dtype())
     return "float8_e5m2" if stated == "fp8_e5m2" else stated
 
 
-def _plain(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a type of numbers."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -120,7 +123,7 @@ def _held_scales(name: str, layer: Layer, spec: Any) -> str:
     Raises:
         ConfigError: The scales are not known.
     """
-    if getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") == "NONE":
+    if quant_of(spec) == "NONE":
         return ""
     if layer.of is None:
         raise ConfigError(f"layer {name!r}: its cache is quantised, and the layer that has its scales cannot be found")

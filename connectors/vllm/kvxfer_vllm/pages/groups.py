@@ -23,6 +23,7 @@ from kvxfer.geometry import Heads, Rank
 from kvxfer.values import MAX_TOKENS, Group
 from kvxfer_vllm.internals import Layer, channels_outside
 from kvxfer_vllm.pages.catalogue import entry_of
+from kvxfer_vllm.pages.forms import dtype_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -222,7 +223,7 @@ def state_pieces(layer: Layer, spec: Any, rank: Rank, size: int, device: str) ->
     row, channel = (item, rows * item) if outside else (channels * item, item)
     # With drafts, GPU kernels keep the inputs in the first rows; CPU kernels need not.
     kept = rows - (layer.drafts or 0) if device == "cuda" else rows
-    encoding = f"{kind}/inputs/{_plain(spec.dtypes[0])}/{kept}/{device}"
+    encoding = f"{kind}/inputs/{dtype_name(spec.dtypes[0])}/{kept}/{device}"
     out, first = [], 0
     for s, section in enumerate(sections):
         heads = Heads(section.start, section.count, section.total, channel)
@@ -231,7 +232,7 @@ def state_pieces(layer: Layer, spec: Any, rank: Rank, size: int, device: str) ->
     if len(spec.shapes) > 1:
         own, *shape = spec.shapes[1]
         unit = prod(shape) * spec.dtypes[1].itemsize
-        encoding = f"{kind}/state/{_plain(spec.dtypes[1])}/{'x'.join(map(str, shape))}/{device}"
+        encoding = f"{kind}/state/{dtype_name(spec.dtypes[1])}/{'x'.join(map(str, shape))}/{device}"
         out.append(Piece("state", unit, encoding, Heads(rank.tp * own, own, size * own, unit), rows * channels * item))
     return out
 
@@ -283,7 +284,7 @@ def _beside_groups(layer: Layer, inner: int, rest: int, state: int, rank: int, s
 
 def _whole(spec: Any, rank: Rank, size: int, device: str) -> Piece:
     states = zip(spec.shapes, spec.dtypes, strict=True)
-    parts = ",".join(f"{'x'.join(map(str, shape))}:{_plain(dtype)}" for shape, dtype in states)
+    parts = ",".join(f"{'x'.join(map(str, shape))}:{dtype_name(dtype)}" for shape, dtype in states)
     order = "channels first" if channels_outside() else "rows first"
     name = getattr(spec.mamba_type, "name", spec.mamba_type)
     encoding = f"vllm/state/{name}/{parts}/{order}/{device}"
@@ -291,7 +292,3 @@ def _whole(spec: Any, rank: Rank, size: int, device: str) -> Piece:
     if getattr(spec, "tp_replicated", False):
         return Piece("state", nbytes, f"{encoding}/on all ranks", None)
     return Piece("state", nbytes, f"{encoding}/of {size} ranks", Heads(rank.tp, 1, size, nbytes))
-
-
-def _plain(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
