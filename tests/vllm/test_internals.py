@@ -43,6 +43,9 @@ GIVEN = {
 """Names of what inner parts have and every connector is given: configuration, requests, specs, tables, outputs, ranks."""
 PYTHON = {
     "_getframe",
+    "put_nowait",
+    "Queue",
+    "queue",
     "f_back",
     "f_locals",
     "f_globals",

@@ -641,6 +641,13 @@ def after_adding_adapter(hear: Callable[[Any, int, Callable[..., Iterable[Any]]]
 # --- the engine's loop ---------------------------------------------------------------------------------------------
 
 
+@touches(
+    "vllm.v1.engine.core:EngineCoreProc.input_queue",
+    "vllm.v1.engine.core:EngineCoreProc.shutdown_state",
+    "vllm.v1.engine.core:EngineCoreProc.vllm_config",
+    "vllm.v1.engine:EngineCoreRequestType.WAKEUP",
+    why="an engine without requests makes no steps, and no connector has a handle to wake it; so it is looked for in callers' frames",
+)
 class EngineLoop:
     """The loop of the engine that is being built while this is made, if it has one: it is looked for among the callers.
 
@@ -650,20 +657,26 @@ class EngineLoop:
     """
 
     def __init__(self) -> None:
-        self._core = _core()
-        self.wake = _waker(self._core)
+        from vllm.v1.engine import EngineCoreRequestType
+
+        self._core, self._wakeup = _engine_being_built(), EngineCoreRequestType.WAKEUP
+        inbox = getattr(self._core, "input_queue", None)
+        self._inbox = inbox if isinstance(inbox, queue.Queue) else None
+        self.wake = None if self._inbox is None else partial(self._inbox.put_nowait, (self._wakeup, None))
 
     def queue(self, unfinished: Callable[[], int]) -> EngineQueue | None:
         """Return what tells whether the engine has anything else to do than to wait for loads; ``None`` if that cannot be told.
 
         It cannot if other engines wait for each of its steps (data parallelism).
         """
-        inbox = getattr(self._core, "input_queue", None)
         parallel = getattr(getattr(self._core, "vllm_config", None), "parallel_config", None)
         alone = getattr(parallel, "data_parallel_size", 1) == 1
-        if not (isinstance(inbox, queue.Queue) and alone):
-            return None
-        return EngineQueue(unfinished, lambda: _arriving(inbox))
+        return EngineQueue(unfinished, self._arriving) if self._inbox is not None and alone else None
+
+    def _arriving(self) -> bool:
+        """Return whether anything but a call to wake is in its queue: what that was for is no news to a step that waits for it."""
+        # Without the queue's lock, which a signal handler may want on this thread; a copy is taken at one go.
+        return self._inbox is not None and any(kind is not self._wakeup for kind, _ in tuple(self._inbox.queue))
 
     @property
     def stopping(self) -> bool:
@@ -671,32 +684,8 @@ class EngineLoop:
         return bool(getattr(self._core, "shutdown_state", 0))
 
 
-def _arriving(inbox: queue.Queue[Any]) -> bool:
-    """Return whether anything but a call to wake is in the engine's queue: what that was for is no news to a step that waits for it."""
-    from vllm.v1.engine import EngineCoreRequestType
-
-    # Without its lock, which a signal handler may want on this thread; a copy is taken at one go.
-    return any(kind is not EngineCoreRequestType.WAKEUP for kind, _ in tuple(inbox.queue))
-
-
-def _waker(core: Any) -> Callable[[], None] | None:
-    inbox = getattr(core, "input_queue", None)
-    if not isinstance(inbox, queue.Queue):
-        return None
-    from vllm.v1.engine import EngineCoreRequestType
-
-    return lambda: inbox.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
-
-@touches(
-    "vllm.v1.engine.core:EngineCoreProc.input_queue",
-    "vllm.v1.engine.core:EngineCoreProc.shutdown_state",
-    "vllm.v1.engine.core:EngineCoreProc.vllm_config",
-    "vllm.v1.engine:EngineCoreRequestType.WAKEUP",
-    why="an engine without requests makes no steps, and no connector has a handle to wake it; so it is looked for in callers' frames",
-)
-def _core() -> Any:
-    """Return the engine that is being built, if one is."""
+def _engine_being_built() -> Any:
+    """Return vLLM's engine, if there is one among the callers."""
     from vllm.v1.engine.core import EngineCoreProc
 
     frame = sys._getframe(1)
