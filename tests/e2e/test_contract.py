@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,37 @@ MODELS = {
 OFTEN = ("nixl", "named")
 """The schemas for which all cases run; the others shape the params alone, so some are enough."""
 SOME = ("completion", "chat-streamed", "n-4", "list-one-token-0", "one-id", "rejected-by-decode", "hang-up-late")
+OF_ONE_ANSWER = (
+    *(
+        "completion-ids",
+        "completion-long",
+        "completion-usage",
+        "n-seeded",
+        "best-of",
+        "echo",
+        "echo-logprobs",
+        "logprobs",
+    ),
+    *(
+        "prompt-logprobs",
+        "stop",
+        "stop-ids",
+        "min-tokens",
+        "penalties",
+        "bias",
+        "regex",
+        "salt",
+        "chat-n",
+        "chat-logprobs",
+    ),
+    *("chat-schema", "chat-tools", "chat-tool-named", "chat-completion-tokens"),
+)
+"""What an answer is to be, which no schema has a part in: not how many requests there are, under which ids, nor when."""
+
+
+def of(schema: str, case: RouterCase) -> Any:
+    marks = [pytest.mark.slow] if schema != "nixl" and case.name in OF_ONE_ANSWER else []
+    return pytest.param(schema, case, id=f"{schema}-{case.name}", marks=marks)
 
 
 @pytest.fixture(scope="module", params=first_of(MODELS))
@@ -58,12 +90,7 @@ def deployed(cluster: Cluster, router: Router) -> Deployment:
 
 @pytest.mark.parametrize(
     ("deployment", "case"),
-    [
-        pytest.param(schema, case, id=f"{schema}-{case.name}")
-        for schema in SCHEMAS
-        for case in CASES
-        if schema in OFTEN or case.name in SOME
-    ],
+    [of(schema, case) for schema in SCHEMAS for case in CASES if schema in OFTEN or case.name in SOME],
     indirect=["deployment"],
 )
 def test_contract(case: RouterCase, deployment: Deployment) -> None:

@@ -100,6 +100,7 @@ def test_prefill_computes_what_is_new(servers: Cluster, schema: str) -> None:
         list(pool.map(lambda seed: converse(servers, schema, base + seed), range(4)))
 
 
+@pytest.mark.slow
 def test_an_idle_source_answers_as_fast_as_a_busy_one(servers: Cluster, record_property: Any) -> None:
     """VLLM makes no steps without requests. Times are from the question to the answer, as the trace tells them."""
     trace = servers.prefill.log.parent / TRACE
