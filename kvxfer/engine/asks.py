@@ -10,7 +10,6 @@ from kvxfer import clock
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.notices import Answered, Unheard
-from kvxfer.engine.ends import Update
 from kvxfer.engine.loads import Loads
 from kvxfer.engine.notices import Notices
 from kvxfer.engine.paces import LoadOrCompute
@@ -299,16 +298,13 @@ class Asks:
             if request.ask is not None:
                 self._end_now(request, request.ask, reason)
 
-    def ended(self, update: Update) -> None:
-        """Count the loads whose end the engine is told."""
-        for name in update.loaded | update.failed.keys():
-            request = self._schedule.requests.find(name)
-            if request is None or request.ask is None or request.ask.state is not _S.LOADING:
-                continue
-            ask, load = request.ask, request.load
-            if load is not None and ask.loads(load):
-                with self._schedule.door.of(name):
-                    self._end(ask, _E.DELIVERED if name in update.loaded else _E.FAILED, load, load.end - load.start)
+    def load_ended(self, load: Load) -> None:
+        """Close the question whose load is over; that of a sync load is closed when its request is admitted."""
+        request = self._schedule.requests.find(load.request)
+        ask = None if request is None else request.ask
+        if ask is not None and ask.state is _S.LOADING and ask.loads(load) and not load.is_sync:
+            with self._schedule.door.of(load.request):
+                self._end(ask, _E.DELIVERED if load.failure is None else _E.FAILED, load, load.end - load.start)
 
     def _end(self, ask: Ask, event: AskEvent, load: Load, tokens: int) -> None:
         self._on(ask, event)

@@ -122,6 +122,7 @@ class SchedulerSide(RequestCalls):
         loads = Loads(config, self._schedule, self._pins, tables, ranks, self._dispatch, notices, stories)
         self._choice = LoadOrCompute()
         asks = Asks(config, self.directory, notices, consumer, loads, self._choice)
+        stories.readers.append(asks.load_ended)
         if queue is not None:
             loads.step_wait.queue = self._with_inquiries(arguments.instance("queue", queue, EngineQueue))
         super().__init__(self.directory.source, tables, self._schedule.requests, offers, loads, asks, stories)
@@ -179,7 +180,6 @@ class SchedulerSide(RequestCalls):
             self.offers.ended(transfer, ended)
         free = {self.offers.released(transfer, ranks) for transfer, ranks in report.released.items()}
         update = self.loads.report(report)
-        self._asks.ended(update)
         return replace(update, free=frozenset(request for request in free if request is not None))
 
     def stands_still(self, whether: bool) -> None:
