@@ -64,10 +64,20 @@ LAYERS = {
         keep=4,
         beside=2,
     ),
-    "backends": Layer("tests/backend tests/backends --ignore tests/backends/test_ucx.py", keep=12, beside=2),
+    "backends": Layer(
+        "tests/backend tests/backends --ignore tests/backends/test_ucx.py",
+        "tests/backends/test_impostors.py tests/backends/test_ports.py tests/backends/test_nixl_endings.py "
+        "tests/backends/test_inheritance.py tests/backends/test_turns.py tests/backends/test_nixl_closing.py",
+        keep=12,
+        beside=2,
+    ),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
     "ucx": Layer("tests/backends/test_ucx.py", keep=12),
-    "vllm": Layer("tests/vllm", keep=4),
+    "vllm": Layer(
+        "tests/vllm",
+        "tests/vllm/test_metrics.py tests/vllm/test_turns.py tests/vllm/test_conversations.py tests/vllm/test_kinds.py",
+        keep=4,
+    ),
     "sglang": Layer("tests/sglang", keep=4),
     # Its servers keep all cores busy.
     "servers": Layer("tests/e2e", keep=0, beside=0),
