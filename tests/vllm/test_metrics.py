@@ -156,44 +156,57 @@ def held(n: int) -> dict[str, Any]:
     return Gauges(Stats(n, n, n, 0, 0, 0), links).values
 
 
-FRONT_END = """
-import json, sys
+FRONT_ENDS = """
+import json, multiprocessing, sys
 from types import SimpleNamespace
 from prometheus_client import Counter, Gauge, Histogram
 from kvxfer_vllm.metrics import KVXferPromMetrics
-config = SimpleNamespace(kv_transfer_config=None)
-exported = KVXferPromMetrics(config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["engine"], {0: ["0"]})
+
+def front_end(pipe):
+    config = SimpleNamespace(kv_transfer_config=None)
+    exported = KVXferPromMetrics(config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["engine"], {0: ["0"]})
+    while True:
+        exported.observe(pipe.recv())
+        pipe.send("done")
+
+forks, ends = multiprocessing.get_context("fork"), []
+for _ in range(2):
+    ours, theirs = forks.Pipe()
+    forks.Process(target=front_end, args=(theirs,), daemon=True).start()
+    ends.append(ours)
 for line in sys.stdin:
-    exported.observe(json.loads(line))
-    print("done", flush=True)
+    which, data = json.loads(line)
+    ends[which].send(data)
+    print(ends[which].recv(), flush=True)
 """
 
 
 def test_gauges_of_several_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM tells each change to one of its API servers; a page of any of them shows the last."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    command = [sys.executable, "-c", FRONT_END]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
+    with subprocess.Popen([sys.executable, "-c", FRONT_ENDS], **pipes) as front_ends:
+
+        def observe(which: int, stats: KVXferStats) -> None:
+            front_ends.stdin.write(json.dumps([which, stats.data]) + "\n")
+            front_ends.stdin.flush()
+            assert front_ends.stdout.readline() == "done\n"
+
         ranks = RankGauges()
-        for front_end, rank, n in ((first, "0.0", 1), (second, "0.1", 2), (first, "0.0", 0), (second, "0.1", 0)):
+        for front_end, rank, n in ((0, "0.0", 1), (1, "0.1", 2), (0, "0.0", 0), (1, "0.1", 0)):
             stats = KVXferStats()
             stats.data["gauges"] = ranks.heard({rank: held(n)})
-            front_end.stdin.write(json.dumps(stats.data) + "\n")
-            front_end.stdin.flush()
-            assert front_end.stdout.readline() == "done\n"
+            observe(front_end, stats)
             first_news = KVXferStats()
             first_news.count("offers", "delivered")  # which changes no gauge
-            first.stdin.write(json.dumps(first_news.data) + "\n")
-            first.stdin.flush()
-            assert first.stdout.readline() == "done\n"
+            observe(0, first_news)
             page = CollectorRegistry()
             MultiProcessCollector(page)
             total = {("0.0", 1): 1, ("0.1", 2): 3, ("0.0", 0): 2, ("0.1", 0): 0}[rank, n]
             assert page.get_sample_value("kvxfer_loads_in_hand", {"engine": "0"}) == total
             link = {"engine": "0", "role": "producer", "backend": "cma"}
             assert page.get_sample_value("kvxfer_links", link) == total
-        first.stdin.close(), second.stdin.close()
+        front_ends.stdin.close()
 
 
 def failed(peer: str) -> KVXferStats:
