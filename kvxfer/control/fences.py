@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
@@ -12,8 +13,6 @@ from kvxfer.values import Offer
 
 LOOKS = 16
 """The most fences that are checked in vain in a turn: each check is a call into the engine or a device's driver."""
-SELDOM_S = 0.02
-"""Seconds between two looks at fences of offers that nobody waits for: each takes a turn of the control thread, beside a busy engine."""
 SLICE_S = 0.002
 """Seconds of a turn that are spent on offers whose fence has passed: all offers of an engine step share one fence."""
 
@@ -31,15 +30,16 @@ class Fences:
         self._lease = lease
         self._held: OrderedDict[TransferId, deque[tuple[Offer, Fence | None, float]]] = OrderedDict()
         self._renewed: dict[TransferId, float] = {}  # of those that are held
-        self._looked, self._closed = 0.0, False
+        self._cut_short, self._closed = False, False
 
     def due(self, awaited: Callable[[TransferId], bool]) -> float:
-        """Return when to look next if nothing else happens until then; 0: as soon as possible, because a consumer waits.
+        """Return when to look if nothing else happens until then; 0: as soon as possible.
 
-        ``awaited`` returns whether one waits for a transfer.
+        That is because a consumer waits, which ``awaited`` returns of a transfer, or because the last look ended with its slice. Each look
+        takes a turn of the control thread, in the interpreter of an engine that is busy with what the fences wait for. So what nobody waits
+        for is looked at when the thread has something else to do.
         """
-        often = len(self._held) > LOOKS or any(map(awaited, self._held))  # of more, only some are looked at in a turn
-        return 0.0 if often else self._looked + SELDOM_S
+        return 0.0 if self._cut_short or any(map(awaited, self._held)) else math.inf
 
     def hold(self, offer: Offer, after: Fence | None, called: float) -> bool:
         """Hold back an offer, made at time ``called``, until its fence has passed; return false if that need not be."""
@@ -69,7 +69,7 @@ class Fences:
 
         A fence that has not passed within its lease has failed, too. Only some are checked, the others in their turn the next time.
         """
-        until, looks, self._looked = clock.now() + SLICE_S, min(LOOKS, len(self._held)), now
+        until, looks = clock.now() + SLICE_S, min(LOOKS, len(self._held))
         while self._held and looks and clock.now() < until:
             transfer = next(iter(self._held))
             offer, fence, called = self._held[transfer][0]
@@ -82,6 +82,7 @@ class Fences:
             else:
                 self._drop_first(transfer)
                 yield offer, called, None if found is True else found
+        self._cut_short = bool(self._held and looks)
 
     def _drop_first(self, transfer: TransferId) -> None:
         line = self._held[transfer]

@@ -205,7 +205,7 @@ class ProducerMachine:
         return any(s.banded and s.live and not s.final and min(s.sent) < tokens for s in serves)
 
     def holds(self, transfer: TransferId) -> bool:
-        """Return whether the transfer is offered or wanted, and has not ended."""
+        """Return whether the transfer is offered or wanted, and has not ended. Any thread."""
         return transfer in self._records
 
     def awaited(self, transfer: TransferId) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from kvxfer.control.fences import LOOKS, SELDOM_S, Fences
+from kvxfer.control.fences import LOOKS, Fences
 from kvxfer.identity import TransferId
 from kvxfer.values import BlockTable, Offer
 
@@ -71,14 +73,14 @@ def test_a_fence_that_does_not_pass_within_a_lease_has_failed() -> None:
     assert [error is None for _, _, error in fences.passed(1061.0)] == [False], "nothing was held when it was renewed"
 
 
-def test_what_nobody_waits_for_is_looked_at_seldom() -> None:
-    """Each look takes a turn of the control thread, in the interpreter of an engine that is busy with what the fence waits for."""
+def test_no_turn_is_taken_for_what_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the interpreter of an engine that is busy with what the fence waits for."""
     fences = Fences(60.0)
-    for i in range(2):
+    for i in range(LOOKS + 1):
         assert fences.hold(offer(i), Flag(), 1000.0)
     assert list(fences.passed(1000.0)) == []
-    assert fences.due(lambda transfer: False) == 1000.0 + SELDOM_S
+    assert fences.due(lambda transfer: False) == math.inf
     assert fences.due(lambda transfer: transfer.prompt == 1) == 0.0
-    for i in range(2, LOOKS + 1):
-        assert fences.hold(offer(i), Flag(), 1000.0)
-    assert fences.due(lambda transfer: False) == 0.0, "a turn looks at some of them only"
+    monkeypatch.setattr("kvxfer.control.fences.SLICE_S", 0.0)
+    assert list(fences.passed(1000.0)) == []
+    assert fences.due(lambda transfer: False) == 0.0, "a turn ended before its looks did"
