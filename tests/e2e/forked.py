@@ -1,7 +1,8 @@
-"""Servers whose processes are forks of one that has imported vLLM, which saves most of a start's CPU time."""
+"""Servers whose processes are forks of one that has imported their engine, which saves most of a start's CPU time."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -14,9 +15,19 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
 
-from kvxfer_vllm.demo.servers import ENVIRONMENT, Server
+from kvxfer_vllm.demo.servers import Server
 
 _FORKS = multiprocessing.get_context("forkserver")
+
+
+@functools.cache
+def _forker(module: str, environment: tuple[tuple[str, str], ...]) -> forkserver.ForkServer:
+    """Start a process that has imported ``module`` with what engines read from the environment as they are imported."""
+    forker = forkserver.ForkServer()
+    forker.set_forkserver_preload([module])
+    with mock.patch.dict(os.environ, environment):
+        forker.ensure_running()
+    return forker
 
 
 class Fresh(Server):
@@ -27,18 +38,18 @@ class Fresh(Server):
 
 
 class Forked(Server):
-    """A server that is a fork itself."""
+    """A server that is a fork itself, of a process that has imported `preloaded`."""
 
-    program = "tests.e2e.imported"
+    program = preloaded = "tests.e2e.imported"
 
     def _begin(self, before: Sequence[str], arguments: list[str], env: dict[str, str]) -> _Process:
         assert not before, "a fork stays where it is"
-        with mock.patch.dict(os.environ, ENVIRONMENT):  # which torch and vLLM read as they are imported
-            forkserver.set_forkserver_preload(["tests.e2e.imported"])
-            forkserver.ensure_running()
+        forker = _forker(self.preloaded, tuple(self.environment.items()))
         begun, begins = _FORKS.Pipe(duplex=False)
         process = _FORKS.Process(target=_serve, args=(self.program, arguments, env, self.log, begins))
-        process.start()
+        # Python's own forks are all of one process.
+        with mock.patch.object(forkserver, "connect_to_new_process", forker.connect_to_new_process):
+            process.start()
         begins.close()
         begun.recv()  # it leads its process group: what is sent to the group arrives
         begun.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvxfer_bench.sglang.asking import ask_pair, generate, generated, sampling
 from kvxfer_bench.sglang.servers import SglangPair, SglangServer, started_pair
 from kvxfer_vllm.demo.servers import Server, await_ready, ended_together
+from tests.e2e.forked import Forked
 from tests.e2e.sglang_server import ENVIRONMENT, FLAGS
 
 START_S, SETTLE_S = 240.0, 30.0
@@ -23,10 +24,10 @@ CHECKED = ("--disaggregation-enable-kv-checksum",)
 PATIENT = {"transfer_timeout": 60.0, "peer_timeout": 20.0, "lease": 10.0}
 
 
-class CpuServer(SglangServer):
+class CpuServer(Forked, SglangServer):
     """An SGLang server on SGLang's own CPU device."""
 
-    program = "tests.e2e.sglang_server"
+    program, preloaded = "tests.e2e.sglang_server", "tests.e2e.sglang_imported"
     usual = FLAGS
     environment = ENVIRONMENT
     begun_to_serve = 0

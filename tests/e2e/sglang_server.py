@@ -13,8 +13,6 @@ from typing import Any
 
 from tests.sglang import overlay
 
-overlay.install()
-
 SAID = (
     f"kvxfer's tests: real are SGLang's HTTP server, scheduler, prefix tree, KV pools, model and disaggregation, on its CPU device. "
     f"Stubs, which raise if they are called: {', '.join(sorted(overlay.STUBBED))}. Layers and attention are SGLang's "
@@ -109,21 +107,22 @@ def main() -> None:
     import torch
 
     torch.cuda.Event, torch.cuda.cudart = _Done, _Runtime  # type: ignore[assignment, misc]
-    from sglang.launch_server import run_server
-    from sglang.srt.disaggregation.checksum import KvChecksumComputer
-    from sglang.srt.entrypoints import http_server  # noqa: F401
-    from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: F401
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
+    from tests.e2e.sglang_imported import (
+        KvChecksumComputer,
+        MHATokenToKVPoolHost,
+        load_plugins,
+        prepare_server_args,
+        run_server,
+    )
 
-    from tests.e2e import sglang_references
-
-    sglang_references.install()
     KvChecksumComputer.compute = _checksum
     MHATokenToKVPoolHost.load_to_device_per_layer = _load
     # SGLang asks for new interpreters, which would import everything anew: most of a start's time.
+    multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None
+    from tests.e2e import sglang_references
+
+    sglang_references.install()
     load_plugins()
     run_server(prepare_server_args(sys.argv[1:]))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.testing.engine import until
 from kvxfer_bench.sglang.asking import abort, ask_pair, generate, generated, room_of, sampling
 from kvxfer_bench.sglang.servers import SglangPair
 from kvxfer_vllm.demo.servers import Server
@@ -149,6 +150,8 @@ def test_servers_that_die_and_come_again(
     time.sleep(0.3)
     pair.prefill.kill()
     ends(asked.decode, 60)
+    # What SGLang knows of a prefill server it keeps until two heartbeats have found nobody there.
+    until(lambda: "Lost connection with prefill instance" in pair.decode.log.read_text(), 30.0)
     pair = stage.again(pair, "prefill", *CHECKED)
     ready(pair.prefill)
     serves(stage, pair, plain, seed=502)
