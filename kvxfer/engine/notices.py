@@ -125,44 +125,58 @@ class Notices:
     def take_in(self) -> None:
         """Process the notices that have come to this engine's directory."""
         for notice in self.directory.notices():
-            if isinstance(notice, Begun):
-                for named in notice.transfers:
-                    self._schedule.consumer.found(named.transfer, named.digest)
-                    for load in tuple(self._schedule.consumer.wanting(named.transfer)):
-                        if load.transfer.digest == named.digest:
-                            self._schedule.consumer.tell(load, LoadEvent.BEGUN)
+            match notice:
+                case Begun():
+                    self._begun(notice)
+                case OtherContent():
+                    self._differs(notice)
+                case Answered():
+                    self.answered(notice)
+                case Unheard():
+                    self.unheard(notice)
+                    self._unreachable(notice)
+                case _:
+                    self._of_offers(notice)
+
+    def _begun(self, notice: Begun) -> None:
+        consumer = self._schedule.consumer
+        for named in notice.transfers:
+            consumer.found(named.transfer, named.digest)
+            for load in self._loads_of(named):
+                consumer.tell(load, LoadEvent.BEGUN)
+
+    def _differs(self, notice: OtherContent) -> None:
+        for load in (load for named in notice.transfers for load in self._loads_of(named)):
+            if load.state is LoadState.WAITING:
+                self._give_up(load, FailureKind.DIGEST_DIFFERS, OTHER)
+
+    def _unreachable(self, notice: Unheard) -> None:
+        for load in self._schedule.consumer:
+            loaded = load.transfer
+            if (loaded.source.host, loaded.source.port) != (notice.host, notice.port):
                 continue
-            if isinstance(notice, OtherContent):
-                for named in notice.transfers:
-                    for load in tuple(self._schedule.consumer.wanting(named.transfer)):
-                        if load.transfer.digest == named.digest and load.state is LoadState.WAITING:
-                            self._give_up(load, FailureKind.DIGEST_DIFFERS, OTHER)
-                continue
-            if isinstance(notice, Answered):
-                self.answered(notice)
-                continue
-            if isinstance(notice, Unheard):
-                self.unheard(notice)
-                for load in self._schedule.consumer:
-                    loaded = load.transfer
-                    if (loaded.source.host, loaded.source.port) != (notice.host, notice.port):
-                        continue
-                    if loaded.name.unplaced:
-                        self._give_up(load, FailureKind.PEER_UNREACHABLE, "the producer's directory cannot be reached")
-                    else:
-                        self._schedule.consumer.tell(load, LoadEvent.BEGUN)
-                continue
-            for named in notice.transfers:
-                if not self._schedule.producer.offers(named.transfer, named.digest):
-                    if isinstance(notice, Declined) and self._over.get(named.transfer) != named.digest:
-                        self._declined_early(notice.peer, named, notice.reason)
-                    continue  # over, not offered yet, or a made-up name
-                if isinstance(notice, Renew):
-                    self._renewed.append(named.transfer)
-                elif notice.answer:
-                    self._schedule.producer.decline_answer(named.transfer, notice.answer, notice.reason)
-                else:
-                    self._schedule.producer.decline(named.transfer, notice.reason)
+            if loaded.name.unplaced:
+                self._give_up(load, FailureKind.PEER_UNREACHABLE, "the producer's directory cannot be reached")
+            else:
+                self._schedule.consumer.tell(load, LoadEvent.BEGUN)
+
+    def _of_offers(self, notice: Renew | Declined) -> None:
+        producer = self._schedule.producer
+        for named in notice.transfers:
+            if not producer.offers(named.transfer, named.digest):
+                if isinstance(notice, Declined) and self._over.get(named.transfer) != named.digest:
+                    self._declined_early(notice.peer, named, notice.reason)
+                continue  # over, not offered yet, or a made-up name
+            if isinstance(notice, Renew):
+                self._renewed.append(named.transfer)
+            elif notice.answer:
+                producer.decline_answer(named.transfer, notice.answer, notice.reason)
+            else:
+                producer.decline(named.transfer, notice.reason)
+
+    def _loads_of(self, named: Named) -> list[Load]:
+        """Return the loads of a transfer with this digest, which may go meanwhile."""
+        return [one for one in self._schedule.consumer.wanting(named.transfer) if one.transfer.digest == named.digest]
 
     def _declined_early(self, peer: PeerIdentity, named: Named, reason: str) -> None:
         known = named.transfer.brief, named.digest
