@@ -77,6 +77,7 @@ LAYERS = {
         "tests/vllm",
         "tests/vllm/test_metrics.py tests/vllm/test_turns.py tests/vllm/test_conversations.py tests/vllm/test_kinds.py",
         keep=4,
+        beside=1.5,
     ),
     "sglang": Layer("tests/sglang", keep=4),
     # Its servers keep all cores busy.
