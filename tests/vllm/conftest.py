@@ -1,4 +1,7 @@
-"""Engines for the tests of this folder, and what must be true of every one of them when a test is over."""
+"""Engines for the tests of this folder, and what must be true of every one of them when a test is over.
+
+vLLM is imported for tests alone: the process that hands them out to others would take seconds for it before those begin.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,25 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.conftest import require
 
+if TYPE_CHECKING:
+    from tests.vllm.engine import PlayedEngine
+    from tests.vllm.wire import Wire
+
 require("vllm")
 
-from vllm.config import KVTransferConfig  # noqa: E402
-
-from tests.vllm.engine import FULL, PlayedEngine, vllm_config  # noqa: E402
-from tests.vllm.wire import Wire  # noqa: E402
-
-Make = Callable[..., PlayedEngine]
+Make = Callable[..., "PlayedEngine"]
 
 
 @pytest.fixture
 def wire() -> Wire:
+    from tests.vllm.wire import Wire
+
     return Wire()
 
 
@@ -48,6 +52,10 @@ def make(wire: Wire, overlap: bool, tmp_path: pathlib.Path) -> Iterator[Make]:
 @contextmanager
 def played(wire: Wire, tmp_path: pathlib.Path, overlap: bool = False) -> Iterator[Make]:
     """The same for one example of many."""
+    from vllm.config import KVTransferConfig
+
+    from tests.vllm.engine import FULL, PlayedEngine, vllm_config
+
     engines: list[PlayedEngine] = []
     names = itertools.count()
 
