@@ -7,12 +7,18 @@ import subprocess
 import sys
 import time
 import uuid
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kvxfer.cli.main import build
+from kvxfer_vllm.demo import servers
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready
 from tests.conftest import require
+from tests.e2e.forked import Forked, Fresh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -23,12 +29,27 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([KVXFER, "demo", "--json", *arguments], capture_output=True, text=True, timeout=400)
 
 
-def test_one_command_moves_kv_and_compares_tokens() -> None:
-    """Over a back end that is not the default; what `make demo` does besides is to take the default."""
+AFRESH = dict.fromkeys(("plain", "prefill", "decode"), Server)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [{"decode": Fresh}, pytest.param(AFRESH, marks=pytest.mark.slow)],
+    ids=["an interpreter of its own for decode", "as users start it"],
+)
+def test_one_command_moves_kv_and_compares_tokens(
+    kinds: dict[str, type[Server]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a back end that is not the default; what `make demo` does besides is to take the default, and to start all servers afresh."""
     require("vllm")
     require("nixl")
-    result = demo("--backend", "nixl")
-    assert result.returncode == 0, result.stderr
+
+    def start(name: str, *more: Any) -> Server:
+        return kinds.get(name, Forked)(name, *more)
+
+    monkeypatch.setattr(servers, "running", partial(servers.running, kind=start))
+    result = CliRunner().invoke(build(), ["demo", "--json", "--backend", "nixl"])
+    assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["backend"] == "nixl"
     assert report["tokens_identical"] and all(request["tokens_identical"] for request in report["requests"])
@@ -38,7 +59,7 @@ def test_one_command_moves_kv_and_compares_tokens() -> None:
 
 def test_a_server_that_cannot_start_fails_at_once_in_its_own_words(tmp_path: Path) -> None:
     require("vllm")
-    server = Server("broken", tmp_path / "no-model", tmp_path)
+    server = Forked("broken", tmp_path / "no-model", tmp_path)
     try:
         with pytest.raises(ServerError, match=r"first error in its log, broken\.log: .*Error") as caught:
             await_ready([server], 120)
