@@ -150,20 +150,6 @@ def tell_over(output: Any, over: Set[str]) -> None:
 
 
 @touches(
-    f"{REQUEST}.num_computed_tokens",
-    f"{MANAGER}.free",
-    why="vLLM knows one policy for failed loads, and the load of a prefix that nobody had to load should fail no request",
-)
-def compute_anew(manager: Any, request: Any) -> None:
-    """Have vLLM compute a request of which it is about to hear that its load is over: nothing of that has come.
-
-    It then does what it would do about a failed load if its policy were to recompute, whatever the policy is.
-    """
-    request.num_computed_tokens = 0
-    manager.free(request)
-
-
-@touches(
     f"{REQUEST}._all_token_ids",
     f"{REQUEST}.prompt_token_ids",
     f"{REQUEST}.max_tokens",
@@ -311,9 +297,18 @@ class PrefixCache:
         """Take blocks out of the prefix cache."""
         self._manager.evict_blocks(blocks)
 
-    def anew(self, request: Any) -> None:
-        """See ``compute_anew``."""
-        compute_anew(self._manager, request)
+    @touches(
+        f"{REQUEST}.num_computed_tokens",
+        f"{MANAGER}.free",
+        why="vLLM knows one policy for failed loads, and the load of a prefix that nobody had to load should fail no request",
+    )
+    def compute_anew(self, request: Any) -> None:
+        """Have vLLM compute a request of which it is about to hear that its load is over: nothing of that has come.
+
+        It then does what it would do about a failed load if its policy were to recompute, whatever the policy is.
+        """
+        request.num_computed_tokens = 0
+        self._manager.free(request)
 
     @property
     def drops_last(self) -> bool:

@@ -294,7 +294,7 @@ class SchedulerHooks:
             return True  # and frees the blocks of a request that is over
         self._outcomes.ended(facts, DELIVERED if failure is None else str(failure.kind))
         if failure is not None and facts.asking:
-            self._cache.anew(facts.request)
+            self._cache.compute_anew(facts.request)
         elif failure is not None:
             self._next.failed += (name,)
             return False
