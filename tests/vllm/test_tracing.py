@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-import tests.vllm.conftest as made
+import tests.vllm.engine as made
 from tests.vllm.cases import OFFER, check
 from tests.vllm.conftest import Make
 from tests.vllm.engine import prompt
@@ -61,7 +61,7 @@ def moved(make: Make, wire: Wire, fails: bool, **more: Any) -> None:
 
 @pytest.mark.parametrize(("fails", "outcome"), [(False, "delivered"), (True, "peer_lost")])
 def test_in_the_trace_of_the_request(
-    make: Make, wire: Wire, traced: InMemorySpanExporter, fails: bool, outcome: str
+    traced: InMemorySpanExporter, make: Make, wire: Wire, fails: bool, outcome: str
 ) -> None:
     moved(make, wire, fails, trace_headers=HEADERS)
     spans: dict[str, ReadableSpan] = {span.name: span for span in traced.get_finished_spans()}
@@ -72,7 +72,7 @@ def test_in_the_trace_of_the_request(
     assert load["kvxfer.outcome"] == outcome and load["kvxfer.transfer"] == offer["kvxfer.transfer"]
 
 
-def test_a_request_without_a_trace_has_none(make: Make, wire: Wire, traced: InMemorySpanExporter) -> None:
+def test_a_request_without_a_trace_has_none(traced: InMemorySpanExporter, make: Make, wire: Wire) -> None:
     moved(make, wire, False)
     assert not traced.get_finished_spans()
 
