@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing as mp
 import os
 import signal
+import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -19,6 +21,16 @@ _forks = mp.get_context("forkserver")
 """Processes are forked from one that has imported what engines need: new interpreters would each have to import that again."""
 _forks.set_forkserver_preload(["kvxfer.testing.engine", "kvxfer.testing.participant"])
 
+_begun: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Kill what is left when this process ends: Python's own way waits for each, and one that is stopped does not end by a request."""
+    for process in list(_begun):
+        if process.is_alive():
+            process.kill()
+
 
 def apart(serve: Callable[..., None], *args: Any) -> BaseProcess:
     """Start a process that calls this function, with the environment and the standard error of this one; return it.
@@ -28,6 +40,7 @@ def apart(serve: Callable[..., None], *args: Any) -> BaseProcess:
     errors = Connection(os.dup(2), readable=False)
     process = _forks.Process(target=_begin, args=(serve, args, dict(os.environ), errors), daemon=True)
     process.start()
+    _begun.add(process)
     errors.close()
     return process
 
