@@ -54,13 +54,18 @@ def played(wire: Wire, tmp_path: pathlib.Path, overlap: bool = False) -> Iterato
     """The same for one example of many."""
     from vllm.config import KVTransferConfig
 
-    from tests.vllm.engine import FULL, PlayedEngine, vllm_config
+    from tests.vllm import engine as made
 
     engines: list[PlayedEngine] = []
     names = itertools.count()
 
     def build(
-        groups: Any = FULL, *, role: str = "kv_both", policy: str = "recompute", introduced: bool = True, **more: Any
+        groups: Any = made.FULL,
+        *,
+        role: str = "kv_both",
+        policy: str = "recompute",
+        introduced: bool = True,
+        **more: Any,
     ) -> PlayedEngine:
         folder = tmp_path / str(next(names))
         folder.mkdir()
@@ -73,8 +78,10 @@ def played(wire: Wire, tmp_path: pathlib.Path, overlap: bool = False) -> Iterato
         )
         if any(group.state and not group.aligned for group in groups):
             more["caching"] = False  # vLLM has no prefix caching where it keeps one state for a request
-        ours = {key: more.pop(key) for key in vllm_config.__kwdefaults__ or () if key in more}
-        engine = PlayedEngine(wire, vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more})
+        ours = {key: more.pop(key) for key in made.vllm_config.__kwdefaults__ or () if key in more}
+        engine = made.PlayedEngine(
+            wire, made.vllm_config(folder, transfer, **ours), groups, **{"overlap": overlap, **more}
+        )
         engines.append(engine)
         if introduced:
             engine.step()  # its workers introduce themselves

@@ -95,7 +95,7 @@ def test_a_rank_without_a_port() -> None:
 
 def test_data_parallel_ranks_on_one_host(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command, one fixed port, two engines, each found by itself: whichever balances, its params name the one that ran."""
-    import tests.vllm.conftest as made
+    import tests.vllm.engine as made
 
     port, ranks = free_ports(2), iter((0, 1))
     plain = made.vllm_config
