@@ -204,11 +204,7 @@ class Agent:
             arguments.instance("after", after, Fence)  # type: ignore[type-abstract]
         self._calls.offer(offer)
         self._revocations.offered(offer.transfer, offer.generation)
-        self._loop.leave(partial(self._runtime.offer, offer, after, clock.now()))
-        if self._runtime.producer.holds(
-            offer.transfer
-        ):  # a consumer waits, or is being served; who asks later finds the offer
-            self._loop.sockets.wake()
+        self._loop.do(partial(self._runtime.offer, offer, after, clock.now()))
 
     def banded(self, transfer: TransferId, tokens: int) -> bool:
         """Return whether a consumer that is being served wants bands of layers of these tokens (``Offer.bands``).

@@ -1,4 +1,4 @@
-"""Offers whose content is not complete yet, held until their fences pass. Used by the control thread only."""
+"""Offers whose content is not complete yet, held until their fences pass. Used by the control thread, but for what says otherwise."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
 from kvxfer import clock
+from kvxfer.control.stories import copied
 from kvxfer.identity import Generation, TransferId
 from kvxfer.transport import Fence
 from kvxfer.values import Offer
@@ -40,6 +41,10 @@ class Fences:
         for is looked at when the thread has something else to do.
         """
         return 0.0 if self._cut_short or any(map(awaited, self._held)) else math.inf
+
+    def besides(self, known: Callable[[TransferId], bool]) -> int:
+        """Return how many transfers have offers here and are not known otherwise. Any thread."""
+        return sum(not known(transfer) for transfer in copied(self._held))
 
     def hold(self, offer: Offer, after: Fence | None, called: float) -> bool:
         """Hold back an offer, made at time ``called``, until its fence has passed; return false if that need not be."""

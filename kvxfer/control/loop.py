@@ -122,14 +122,11 @@ class ControlLoop:
 
     def do(self, step: Step) -> None:
         """Have a step done, after all earlier ones."""
-        self.leave(step)
-        self.sockets.wake()
-
-    def leave(self, step: Step) -> None:
-        """Have a step done after all earlier ones, before whatever comes next, or within ``MAX_WAIT_S`` if nothing comes."""
         self._inbox.append(step)
         if self.over:
             self._drain_late()
+        else:
+            self.sockets.wake()
 
     def post(self, result: Result | Hashed) -> None:
         """Have a result processed. The work is known by then: threads that post may be made before it."""

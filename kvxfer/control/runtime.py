@@ -285,7 +285,7 @@ class AgentRuntime(AgentPeers):
         """Return counts of what is under way now, and of what has happened since the start. Any thread."""
         return Stats(
             fetches=len(self.consumer),
-            offers=len(self.producer),
+            offers=len(self.producer) + self._fences.besides(self.producer.holds),
             quarantined_bytes=self._data.quarantined_bytes,
             corrupt=self.consumer.corrupt + self.producer.corrupt,
             direct=self._direct,

@@ -54,6 +54,7 @@ def test_those_of_one_fence_pass_together_and_in_order() -> None:
         found += [(o.transfer.prompt, o.tokens) for o, _, _ in fences.passed(0.0)]
     assert sorted(found) == [(i, tokens) for i in range(100) for tokens in (4, 8)]
     assert all(found.index((i, 4)) < found.index((i, 8)) for i in range(100))
+    assert fences.besides(lambda transfer: False) == 1 and fences.besides(lambda transfer: True) == 0
     fences.forget(TransferId("t", 0), 1)
     assert not fences and list(fences.passed(0.0)) == []
 
