@@ -44,7 +44,7 @@ export KVXFER_REQUIRE ?= nixl,ucx,vllm,transformers,sglang,kvcached,stacks,cma,a
 export PYTHONDONTWRITEBYTECODE :=
 # What runs which tests, layer by layer; its own page says how.
 LAYERS := $(BIN)/python -m tests.layers
-WITHOUT_SERVERS := core house control backends ucx vllm sglang
+WITHOUT_SERVERS := core house backends control vllm ucx sglang
 
 # The connector's tests on the other vLLM releases that have a build for CPUs, and the tests that start no server on each installed
 # Python, each in an environment of its own. Interpreters are found by name, or where pyenv keeps them. Missing ones are listed at
@@ -101,7 +101,8 @@ test-python: $(READY)
 # The suite without servers, including its child processes. The report is made even if tests fail.
 coverage: $(READY)
 	rm -f .coverage .coverage.*
-	-$(LAYERS) --all $(WITHOUT_SERVERS) -- --cov --cov-append --cov-report= $(ARGS)
+	-$(LAYERS) --all $(WITHOUT_SERVERS) -- --cov --cov-report= $(ARGS)
+	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 
 .PHONY: demo test test-all test-system test-matrix test-next test-upgrade test-vllm test-python pythons test-fast coverage lint docs news bench fleet fleet-ray gpu gpu-install gpu-tests gpu-transfers gpu-engines gpu-sglang gpu-trouble fuzz mutants dist clean

@@ -1,6 +1,7 @@
 """`python -m tests.layers [--all] [LAYER...] [-- OPTIONS]`: the suite, each layer a run of pytest that loads what its tests need.
 
-`make test` runs them all in this order, and ends at the first that fails. `make test-all` has every case: also those marked ``slow``, which
+`make test` runs them in this order, two at a time: most wait for processes and for time as much as they compute. It ends at the first
+that fails. `make test-all` has every case: also those marked ``slow``, which
 measure, build, move or start much, and all cases of each function (`tests/selection.py`).
 """
 
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 WORKERS = int(os.environ.get("WORKERS", "2"))
+LINT = "lint"
 EXAMPLES = "150"
 """How many histories of a state machine `make test-all` tries; `make test` tries fewer."""
 
@@ -29,6 +32,11 @@ class Layer(NamedTuple):
     keep: int = 8
     beside: float = 1  # more where tests wait for other processes and for time more than they compute
     needs: str = ""  # the mark of its tests if they need GPUs; such a layer runs only if it is named
+
+    @property
+    def alone(self) -> bool:
+        """Whether it keeps all cores busy, or needs GPUs."""
+        return not self.beside or bool(self.needs)
 
     def command(self, every: bool) -> list[str]:
         """Return what runs it, up to further options of pytest."""
@@ -57,13 +65,6 @@ LAYERS = {
         keep=4,
         beside=2,
     ),
-    "control": Layer(
-        "tests/control",
-        "tests/control/test_adversary.py tests/control/test_processes.py tests/control/test_dead_peers.py "
-        "tests/control/test_budgets.py tests/control/test_endings.py",
-        keep=4,
-        beside=2,
-    ),
     "backends": Layer(
         "tests/backend tests/backends --ignore tests/backends/test_ucx.py",
         "tests/backends/test_impostors.py tests/backends/test_ports.py tests/backends/test_nixl_endings.py "
@@ -71,14 +72,21 @@ LAYERS = {
         keep=12,
         beside=2,
     ),
-    # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
-    "ucx": Layer("tests/backends/test_ucx.py", keep=12),
+    "control": Layer(
+        "tests/control",
+        "tests/control/test_adversary.py tests/control/test_processes.py tests/control/test_dead_peers.py "
+        "tests/control/test_budgets.py tests/control/test_endings.py",
+        keep=4,
+        beside=2,
+    ),
     "vllm": Layer(
         "tests/vllm",
         "tests/vllm/test_metrics.py tests/vllm/test_turns.py tests/vllm/test_conversations.py tests/vllm/test_kinds.py",
         keep=4,
         beside=1.5,
     ),
+    # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
+    "ucx": Layer("tests/backends/test_ucx.py", keep=12),
     "sglang": Layer("tests/sglang", keep=4),
     # Its servers keep all cores busy.
     "servers": Layer("tests/e2e", keep=0, beside=0),
@@ -99,41 +107,69 @@ def lint() -> int:
     )
 
 
-def run(names: Iterable[str], every: bool, options: Sequence[str], took: list[str]) -> int:
-    """Run layers, and write down how long each took; return the status of the first that fails, or 0."""
-    for name in names:
-        began = time.monotonic()
-        print(f"== {name}", flush=True)
-        if name == "lint":
-            status = lint()
-        else:
-            environment = {**os.environ, "KVXFER_LAYERS_TOOK": ", ".join(took)}
-            if every:
-                environment.setdefault("KVXFER_EXAMPLES", EXAMPLES)
-            status = subprocess.run([*LAYERS[name].command(every), *options], cwd=ROOT, env=environment).returncode
-        took.append(f"{name} {time.monotonic() - began:.0f}")
+def run(name: str, every: bool, options: Sequence[str], took: list[str], out: IO[bytes] | None = None) -> int:
+    """Run a layer, or lint, with what it prints to `out`; append to `took` how long it took, and return its status."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "tests.layers", LINT] if name == LINT else [*LAYERS[name].command(every), *options]
+    # Each layer that runs beside another combines the coverage of its own processes alone.
+    environment = {
+        **os.environ,
+        "KVXFER_LAYERS_TOOK": ", ".join(took),
+        "COVERAGE_FILE": str(ROOT / f".coverage.{name}"),
+    }
+    if every:
+        environment.setdefault("KVXFER_EXAMPLES", EXAMPLES)
+    status = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out).returncode
+    took.append(f"{name} {time.monotonic() - began:.0f}")
+    return status
+
+
+def run_two_at_a_time(names: Sequence[str], every: bool, options: Sequence[str], took: list[str]) -> int:
+    """Run layers of which none keeps two cores busy, and print each when it has ended, those that fail last.
+
+    Returns:
+        The status of the first that fails, or 0.
+    """
+    failed: list[tuple[int, str]] = []
+
+    def run_one(name: str) -> None:
+        if failed:
+            return
+        print(f"== {name} begins\n", end="", flush=True)  # in one piece
+        with tempfile.TemporaryFile() as out:
+            status = run(name, every, options, took, out)
+            out.seek(0)
+            text = f"== {name}\n{out.read().decode(errors='replace')}"
         if status:
-            print(f"{name} failed; seconds: {', '.join(took)}", file=sys.stderr)
-            return status
-    return 0
+            failed.append((status, text))
+        else:
+            print(text, flush=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run_one, names))
+    for _, text in failed:
+        print(text, flush=True)
+    return failed[0][0] if failed else 0
 
 
 def main() -> int:
-    """Run the layers that are named, or lint and all layers side by side."""
+    """Run the layers that are named, or lint and all layers that need no GPU; end at the first that fails."""
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     words, options = sys.argv[1:at], sys.argv[at + 1 :]
     every, names = "--all" in words, [word for word in words if word != "--all"]
+    if names == [LINT]:
+        return lint()
+    names = names or [LINT, *(name for name, layer in LAYERS.items() if not layer.needs)]
+    shared = [name for name in names if name == LINT or not LAYERS[name].alone]
     took: list[str] = []
-    if names:
-        return run(names, every, options, took)
-    with tempfile.TemporaryFile() as said:  # types take one core for a minute
-        beside = subprocess.Popen([sys.executable, "-m", "tests.layers", "lint"], cwd=ROOT, stdout=said, stderr=said)
-        first, *others = (name for name, layer in LAYERS.items() if not layer.needs)
-        status = run([first], every, options, took)
-        linted = beside.wait()
-        said.seek(0)
-        print(said.read().decode(), flush=True)
-        return status or linted or run(others, every, options, took)
+    status = run_two_at_a_time(shared, every, options, took) if len(shared) > 1 else 0
+    for name in names if len(shared) == 1 else [name for name in names if name not in shared]:
+        if not status:
+            print(f"== {name}", flush=True)
+            status = run(name, every, options, took)
+    if status:
+        print(f"failed; seconds: {', '.join(took)}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":
