@@ -46,6 +46,7 @@ BY_SOMETHING_ELSE = {
     "Dispatch._channels": "rank",
     "Dispatch._facts": "name of a fact",
     "Dispatch._prepared": "engine",
+    "FetchSchedule.working": "number of a fetch",
     "LinkPaces._links": "address",
     "PrefixAnswers._held": "connection",
     "PrefixAnswers._taken": "offering",

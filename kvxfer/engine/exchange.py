@@ -7,7 +7,7 @@ from typing import Any
 
 from kvxfer import arguments
 from kvxfer.engine.side_channel import ChannelAddress
-from kvxfer.identity import Generation, RequestId, TransferId
+from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol.messages import RankDescriptor
 from kvxfer.schedule import RankResult, StepCommands
 from kvxfer.values import BlockTable, OfferEnd, Rank
@@ -17,10 +17,10 @@ from kvxfer.values import BlockTable, OfferEnd, Rank
 class BlockCopy:
     """The blocks that a prefetch has filled (``src``), and those of the request that it was for (``dst``).
 
-    The block at a position is copied if both tables have one there.
+    The block at a position is copied if both tables have one there. ``number``: that of the fetch.
     """
 
-    request: RequestId
+    number: int
     src: BlockTable
     dst: BlockTable
 
@@ -60,7 +60,7 @@ class Report:
         begun: For each rank, the last step with revocations that it has begun.
         channels: Where these ranks' side channels listen; reported once.
         offers_ended: How offers have ended on each rank.
-        copied: For requests whose prefetched blocks have been copied, the seconds that each rank took.
+        copied: For prefetches that have been copied, by the number of the fetch, the seconds that each rank took.
     """
 
     descriptors: dict[Rank, RankDescriptor] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Report:
     results: dict[tuple[int, Rank], RankResult] = field(default_factory=dict)
     begun: dict[Rank, int] = field(default_factory=dict)
     channels: dict[Rank, ChannelAddress] = field(default_factory=dict)
-    copied: dict[RequestId, dict[Rank, float]] = field(default_factory=dict)
+    copied: dict[int, dict[Rank, float]] = field(default_factory=dict)
     offers_ended: dict[TransferId, dict[Rank, OfferEnd]] = field(default_factory=dict)
 
     def merge(self, later: Report) -> Report:

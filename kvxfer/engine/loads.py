@@ -158,7 +158,7 @@ class Loads:
 
     def short_of_blocks(self) -> None:
         """Give back blocks of prefetches that wait for their request."""
-        for load in list(self.schedule.working):
+        for load in list(self.schedule.working.values()):
             if load.state is _S.HERE:
                 self.schedule.tell(load, _E.TAKE_BLOCKS)
 
@@ -167,11 +167,11 @@ class Loads:
         self._hear()
         for result in report.results.values():
             self._take_in(result, ahead=False)
-        for name, copied in report.copied.items():
-            request = self.schedule.requests.find(name)
-            if request is not None and request.load is not None and request.load.state is _S.COPYING:
-                with self.schedule.door.of(name):
-                    self.prefetches.copied(request.load, copied)
+        for number, copied in report.copied.items():
+            load = self.schedule.working.get(number)
+            if load is not None and load.state is _S.COPYING:
+                with self.schedule.door.of(load.request):
+                    self.prefetches.copied(load, copied)
         return self._ends.update(told=bool(report))
 
     def confirm_ended(self, load: Load) -> None:
@@ -187,13 +187,11 @@ class Loads:
         return bool(news)
 
     def _take_in(self, result: RankResult, *, ahead: bool) -> None:
-        """Process what a rank says of a load, if the engine still remembers that."""
-        request = self.schedule.requests.find(result.handle)
-        load = None if request is None else request.load
-        if load is None or load.fetched != result.number:
-            return
-        with self.schedule.door.of(result.handle):
-            self._ends.take_in(load, result, ahead=ahead)
+        """Process what a rank says of a load, unless that is closed."""
+        load = self.schedule.working.get(result.number)
+        if load is not None:
+            with self.schedule.door.of(load.request):
+                self._ends.take_in(load, result, ahead=ahead)
 
     def wait_alone(self) -> bool:
         """Wait for a load to end, if all requests of the engine wait for loads. Call it in a step that computes nothing.
@@ -212,12 +210,12 @@ class Loads:
     @property
     def under_way(self) -> bool:
         """Whether an async load is under way."""
-        return any(load.under_way for load in self.schedule.working)
+        return any(load.under_way for load in self.schedule.working.values())
 
     @property
     def unfinished(self) -> bool:
         """Whether steps have more to tell of a load than the engine waits for: blocks are pinned, copied or still written to."""
-        return any(load.writing or load.state in UNSEEN for load in self.schedule.working)
+        return any(load.writing or load.state in UNSEEN for load in self.schedule.working.values())
 
 
 UNSEEN = frozenset((_S.AHEAD, _S.ADMITTED, _S.COPYING, _S.ABANDONED, _S.UNQUIET))

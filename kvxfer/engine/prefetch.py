@@ -162,11 +162,11 @@ class Prefetches:
         """Return what this step copies, and refill the budget; call it once a step."""
         self._left = self._budget
         self._step_wait.begin_step()
-        admitted = [load for load in self._schedule.working if load.state is _S.ADMITTED]
-        for load in admitted:
+        admitted = {n: load for n, load in self._schedule.working.items() if load.state is _S.ADMITTED}
+        for load in admitted.values():
             self._schedule.tell(load, _E.SHIPPED)
             self._schedule.force(load, _S.COPYING)  # for the request runs in this step
-        return tuple(BlockCopy(load.request, load.blocks, load.into) for load in admitted)
+        return tuple(BlockCopy(n, load.blocks, load.into) for n, load in admitted.items())
 
     def copied(self, load: Load, ranks: Mapping[Rank, float]) -> None:
         """Record that these ranks have copied its blocks, and how many seconds each of them took for it."""

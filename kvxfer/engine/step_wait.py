@@ -107,4 +107,4 @@ class StepWait:
 
     def _count(self, states: tuple[LoadState, ...], other_than: Load | None = None) -> int:
         """Return how many requests have loads in these states."""
-        return sum(x.state in states and not x.over and x is not other_than for x in self._schedule.working)
+        return sum(x.state in states and not x.over and x is not other_than for x in self._schedule.working.values())

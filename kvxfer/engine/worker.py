@@ -20,7 +20,7 @@ from kvxfer.engine.rank_ends import RankEnds
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure
-from kvxfer.identity import Handle, RequestId
+from kvxfer.identity import Handle
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Ended
 from kvxfer.schedule import RankResult
@@ -137,12 +137,12 @@ class WorkerSide:
         If the step has ``copies``, call it before the forward pass, but after anything else that writes to new blocks.
         """
         arguments.instance("step", step, Step)
-        copied: dict[RequestId, dict[Rank, float]] = {}
+        copied: dict[int, dict[Rank, float]] = {}
         for copy in step.copies:
             assert self._copy is not None, "a prefetch in an engine that cannot copy blocks"
             begun = clock.now()
             self._copy(self._own(copy.src), self._own(copy.dst))
-            copied[copy.request] = {self._rank: clock.now() - begun}
+            copied[copy.number] = {self._rank: clock.now() - begun}
         with self._lock:
             self._ends.report.copied.update(copied)
             self._begin(step.commands.fetches)

@@ -29,7 +29,7 @@ class FetchSchedule:
     Attributes:
         fetched: How many fetches have been queued. The next one has that number.
         fetches: Those that the next ``commands`` returns.
-        working: The loads that have been fetched and are not closed.
+        working: The loads that have been fetched and are not closed, by the number of their fetch.
         unpin: Called with the holder of blocks that may be used again.
         door: What no bug of a table leaves.
     """
@@ -43,15 +43,13 @@ class FetchSchedule:
         requests: EngineRequests | None = None,
     ) -> None:
         self._groups, self._ledger = tuple(groups), BlockLedger() if ledger is None else ledger
-        self._partly = all(
-            group.kind == "full" for group in groups
-        )  # windows and states are kept for one number of tokens
+        # Windows and states are kept for one number of tokens.
+        self._partly = all(group.kind == "full" for group in groups)
         self._own, self.door = own, door or Bulkhead()
         self.requests = EngineRequests() if requests is None else requests
-        self._transfers: dict[
-            TransferId, LoadedTransfer
-        ] = {}  # also by the names under which they came without an epoch
-        self.working: list[Load] = []
+        # Also by the names under which they came without an epoch.
+        self._transfers: dict[TransferId, LoadedTransfer] = {}
+        self.working: dict[int, Load] = {}
         self.unpin: Callable[[Hashable], None] = lambda holder: None
         self.fetched = 0
         self.fetches: list[Fetch] = []
@@ -166,7 +164,7 @@ class FetchSchedule:
             if sibling is not load:
                 self.tell(sibling, _E.SIBLING_FETCHES)
         load.fetched, load.blocks, load.start, load.end = self.fetched, blocks, computed, end
-        self.working.append(load)
+        self.working[self.fetched] = load
         self.fetched += 1
         enough = min(max(loaded.enough, computed + 1), end) if loaded.enough else 0
         self.fetches.append(
@@ -266,7 +264,7 @@ class FetchSchedule:
                     self._close(load, before, event, reason)
                 case _A.END:
                     if load.fetched is not None:
-                        self.working.remove(load)
+                        del self.working[load.fetched]
                     if load.over:
                         self._forget(load)
 

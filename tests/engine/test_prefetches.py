@@ -144,8 +144,15 @@ def test_what_a_step_copies_stays_until_it_has_though_the_request_comes_again(d:
     assert not d.load(U), "it is computed here"
     assert d.side.loadable("r", 0) == 0 and d.pool.used() == 2
     d.side.finished("r", BOTH, True)
-    d.side.report(Report(copied={"r": {RANK: 1e-6}}))
+    copied = Report(copied={0: {RANK: 1e-6}})
+    d.side.report(copied)
     assert not d.pool.used()
     assert d.load(U) and d.side.loadable("r", 0) is None, "now it may"
     d.come(1)
+    assert d.side.loadable("r", 0) == TOKENS
+    d.side.allocated("r", BOTH, TOKENS)
+    assert d.side.step().copies
+    d.side.report(copied)
+    assert d.pool.used() == 2, "what is told again of the earlier one says nothing of this one"
+    d.side.report(Report(copied={1: {RANK: 1e-6}}))
     d.over()

@@ -35,7 +35,7 @@ def test_an_engine_is_alone_if_all_its_requests_wait_for_loads_and_nobody_comes(
     loads: list[tuple[LoadState, bool]], others: int, arriving: bool
 ) -> None:
     working: list[Any] = [SimpleNamespace(state=state, over=over) for state, over in loads]
-    schedule: Any = SimpleNamespace(working=working)
+    schedule: Any = SimpleNamespace(working=dict(enumerate(working)))
     wait = StepWait(schedule)
     assert not wait.free and wait.worth(mock.Mock()) == 0, "its requests are not known"
     assert wait.wait(mock.Mock(return_value=False), mock.Mock(side_effect=AssertionError), expected=0.0) == 0

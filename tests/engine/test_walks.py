@@ -187,7 +187,7 @@ class Walker:
         if external and prompt is not None:
             if prefetched:
                 step = self.give()
-                assert any(copy.request == request for copy in step.copies)
+                assert load is not None and any(copy.number == load.fetched for copy in step.copies)
                 self.expect(prompt, table, computed, computed + external)
                 self.go_on(step)
             else:
