@@ -224,10 +224,8 @@ class Asks:
             return False
         self._loads.arrived(load)
         load.came_at, load.found_at, load.kind = ask.asked_at, ask.decided_at, ask.kind
-        ask.transfer, load.transfer.patience = (
-            load.transfer,
-            min(max(self._config.ask_timeout, BEGIN_S), self._config.start),
-        )
+        ask.transfer = load.transfer
+        load.transfer.patience = min(max(self._config.ask_timeout, BEGIN_S), self._config.start)
         return True
 
     def _on(self, ask: Ask, event: AskEvent, reason: str = "") -> None:

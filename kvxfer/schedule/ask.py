@@ -89,9 +89,8 @@ class Ask(Life[AskState, AskEvent]):
     sent: int = 0  # how many have been asked
     heard: int = 0  # how many have answered, if only "nothing"
     taken: PrefixOffer | None = None  # the answer that is loaded
-    transfer: LoadedTransfer | None = (
-        None  # what it loads; any other that one of these requests loads is not the question's
-    )
+    # what it loads; any other that one of these requests loads is not the question's
+    transfer: LoadedTransfer | None = None
     asked_at: float = 0.0
     decided_at: float = 0.0  # when it was decided what to do
 

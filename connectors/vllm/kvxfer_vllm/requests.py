@@ -128,9 +128,8 @@ class KnownRequests:
     """The requests of one engine by name: those that run, and those that are over while their blocks are held. One thread."""
 
     def __init__(self) -> None:
-        self._last: dict[
-            str, RequestFacts
-        ] = {}  # of each name; the one before it, if that is still there, is its ``earlier``
+        # Of each name; the one before it, if that is still there, is its ``earlier``.
+        self._last: dict[str, RequestFacts] = {}
         self._numbers = itertools.count()
 
     def arrive(self, request: Request) -> tuple[RequestFacts, bool]:
