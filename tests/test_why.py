@@ -237,7 +237,7 @@ def test_no_more_is_kept_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = stories.Stories("e")
     for n in range(3 * stories.KEPT):
         kept.takes_no_part(f"r{n}", "why")
-    assert len(kept._notes) == stories.KEPT
+    assert len(kept._closed.none) == stories.KEPT
 
 
 class Slow:

@@ -10,7 +10,7 @@ import hashlib
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -36,8 +36,29 @@ _agents: WeakValueDictionary[int, AgentStories] = WeakValueDictionary()
 T = TypeVar("T")
 
 
-class _Begun(msgspec.Struct, gc=False):
-    """A transfer that has begun: times by ``kvxfer.clock``."""
+class ClosedStories:
+    """The last stories of each kind. One thread closes them; any thread may ask. A story is told when somebody asks for it.
+
+    Attributes:
+        good, bad: What was delivered, and what has failed.
+        none: Requests without a part in any transfer.
+    """
+
+    def __init__(self) -> None:
+        self.good: deque[Callable[[], Story]] = deque(maxlen=KEPT)
+        self.bad: deque[Callable[[], Story]] = deque(maxlen=KEPT)
+        self.none: deque[Callable[[], Story]] = deque(maxlen=KEPT)
+
+    def tell(self, asked: Explain, live: Iterable[Story]) -> list[Story]:
+        """Return what is known of the requests that are asked for, ``live`` ones included; of none, what has failed."""
+        if not (asked.request or asked.transfers):
+            return [told() for told in copied(self.bad)]
+        over = (told() for kept in (self.good, self.bad, self.none) for told in copied(kept))
+        return list(filter(_about(asked), (*live, *over)))
+
+
+class _Transfer(msgspec.Struct, gc=False):
+    """What there is to tell of a fetch or an offer of an agent: times by ``kvxfer.clock``."""
 
     handle: Handle
     transfer: TransferId
@@ -45,62 +66,59 @@ class _Begun(msgspec.Struct, gc=False):
     tokens: int
     source: Source | None  # of a fetch; an offer has none
     whole_at: float = 0.0  # when the last tokens were offered
+    over_at: float = 0.0  # when it ended, and how
+    failure: Failure | None = None
+    nbytes: int = 0
+    stages: Stages = Stages()
 
-
-class _Over(msgspec.Struct, frozen=True, gc=False):
-    """How one has ended; the event itself may hold a payload."""
-
-    failure: Failure | None
-    nbytes: int
-    stages: Stages
-    at: float
+    def told(self) -> Story:
+        """Return its story as it is now."""
+        times, state = {"now": 0.0 if self.over_at else clock.now()}, "fetching"
+        if self.source is None:
+            times |= {"begun": self.at, "computed": self.whole_at, "ended": self.over_at}
+            state = "offered"
+        else:
+            times |= moments(self.stages)
+        what = self.handle or self.transfer, self.transfer, self.source, self.at, times, "" if self.over_at else state
+        return transfer_story(*what, self.failure, self.tokens, self.stages, self.nbytes)
 
 
 class AgentStories:
-    """The last transfers of one agent. One thread records; any thread may ask. A story is told when somebody asks for it."""
+    """The last transfers of one agent. One thread records; any thread may ask."""
 
     def __init__(self, epoch: int) -> None:
-        self._live: dict[Handle | TransferId, _Begun] = {}  # fetches by handle, offers by transfer
-        self._good: deque[tuple[_Begun, _Over]] = deque(maxlen=KEPT)
-        self._bad: deque[tuple[_Begun, _Over]] = deque(maxlen=KEPT)
+        self._live: dict[Handle | TransferId, _Transfer] = {}  # fetches by handle, offers by transfer
+        self._closed = ClosedStories()
         _agents[epoch] = self
-
-    # --- the control thread ------------------------------------------------------------------------------------------
 
     def fetched(self, fetch: Fetch, called: float) -> None:
         """Record that a fetch begins."""
         tokens = fetch.tokens - fetch.start
-        self._live[fetch.handle] = _Begun(fetch.handle, fetch.transfer, called, tokens, fetch.source)
+        self._live[fetch.handle] = _Transfer(fetch.handle, fetch.transfer, called, tokens, fetch.source)
 
     def offered(self, offer: Offer, called: float) -> None:
         """Record an offer, or what was added to it."""
         begun = self._live.get(offer.transfer)
         if begun is None:
-            begun = self._live[offer.transfer] = _Begun(offer.handle, offer.transfer, called, 0, None)
+            begun = self._live[offer.transfer] = _Transfer(offer.handle, offer.transfer, called, 0, None)
         begun.tokens, begun.whole_at = offer.tokens, called if offer.final else 0.0
 
     def ended(self, event: Ended) -> None:
         """Record the end of either."""
         fetches = event.role == "consumer"
         begun = self._live.pop(event.handle if fetches else event.transfer, None)
-        if begun is not None:
-            failure = event.outcome.failure
-            over = _Over(failure, event.nbytes, event.stages, clock.now())
-            (self._good if failure is None else self._bad).append((begun, over))
+        if begun is not None:  # the event itself may hold a payload
+            begun.failure, begun.nbytes, begun.stages = event.outcome.failure, event.nbytes, event.stages
+            begun.over_at = clock.now()
+            (self._closed.good if begun.failure is None else self._closed.bad).append(begun.told)
 
     def forget(self, transfer: TransferId) -> None:
         """Forget an offer that came too late to be one, and never ends."""
         self._live.pop(transfer, None)
 
-    # --- any thread ----------------------------------------------------------------------------------------------------
-
     def tell(self, asked: Explain) -> list[Story]:
-        """Return what is known of the requests that are asked for; of none, what has failed."""
-        if not (asked.request or asked.transfers):
-            return [_story(*one) for one in copied(self._bad)]
-        now = [_story(begun, None) for begun in copied(self._live.values())]
-        over = [_story(*one) for kept in (self._good, self._bad) for one in copied(kept)]
-        return list(filter(about(asked), (*now, *over)))
+        """Return what is known of the requests that are asked for; of none, what has failed. Any thread."""
+        return self._closed.tell(asked, (one.told() for one in copied(self._live.values())))
 
 
 def explain_locally(engine: str, epochs: Iterable[int], asked: Explain) -> Explained:
@@ -123,7 +141,7 @@ def latest(stories: Iterable[Story], most: int) -> tuple[Story, ...]:
     return tuple(by_end[:most])
 
 
-def about(asked: Explain) -> Callable[[Story], bool]:
+def _about(asked: Explain) -> Callable[[Story], bool]:
     """Return a function that says whether a story is of a request or a transfer that is asked for."""
     keys = frozenset(asked.transfers)
     return lambda story: bool(asked.request and asked.request in story.request) or story.key in keys
@@ -139,36 +157,51 @@ def copied(values: Iterable[T]) -> list[T]:
     return []
 
 
-def _story(begun: _Begun, over: _Over | None) -> Story:
-    now, source = clock.now(), begun.source
-    failure, stages = (None, Stages()) if over is None else (over.failure, over.stages)
-    times = {} if over is not None else {"now": now}
-    if source is not None:
-        times |= {name: getattr(stages, name) for name in STAGES}
-        if not stages.announced:
-            times["heard"] = 0.0  # of a fetch that has heard nothing it is the beginning
-    else:
-        times |= {"begun": begun.at, "computed": begun.whole_at, "ended": 0.0 if over is None else over.at}
-    came = 0 if over is None else over.nbytes if source is None else stages.came
+def transfer_story(
+    request: object,
+    transfer: TransferId,
+    source: Source | None,
+    at: float,
+    times: Mapping[str, float],
+    state: str,
+    failure: Failure | None,
+    tokens: int,
+    stages: Stages,
+    nbytes: int = 0,
+) -> Story:
+    """Return what there is to tell of one transfer from ``at`` on: on its consumer, or without a ``source`` on its producer.
+
+    ``times``: when it reached each stage; 0: never. ``state``: where it is; empty if it is over. ``nbytes``: on a producer, those that
+    consumers have confirmed.
+    """
     return Story(
         "producer" if source is None else "consumer",
-        told_text(begun.handle or begun.transfer),
-        *told_name(begun.transfer),
+        told_text(request),
+        *told_name(transfer),
         "" if source is None else f"{source.host}:{source.port}",
-        ("offered" if source is None else "fetching")
-        if over is None
-        else "delivered"
-        if failure is None
-        else str(failure.kind),
-        over is not None,
+        state or ("delivered" if failure is None else str(failure.kind)),
+        not state,
         "" if failure is None else told_text(failure, MAX_WORDS),
-        time.time() - (now - begun.at),
-        {stage: round(t - begun.at, 6) for stage, t in times.items() if t},
-        begun.tokens,
-        came,
+        unix_time(at),
+        {stage: round(t - at, 6) for stage, t in times.items() if t},
+        tokens,
+        nbytes if source is None else stages.came,
         stages.announced_bytes,
         round(stages.moving, 6),
     )
+
+
+def moments(stages: Stages) -> dict[str, float]:
+    """Return when a fetch reached each stage."""
+    reached = {name: getattr(stages, name) for name in STAGES}
+    return (
+        reached if stages.announced else reached | {"heard": 0.0}
+    )  # of one that has heard nothing it is the beginning
+
+
+def unix_time(at: float) -> float:
+    """Return a time of ``kvxfer.clock`` by this host's clock as it goes now, which may have been set since."""
+    return time.time() - (clock.now() - at)
 
 
 def told_name(transfer: TransferId) -> tuple[str, bytes]:

@@ -117,5 +117,5 @@ def test_no_more_is_kept_than_a_bound() -> None:
         failure = Failure(FailureKind.PEER_LOST, "gone") if n % 2 else None
         kept.ended(Ended("consumer", transfer, f"r{n}", Outcome(failure) if failure else DELIVERED, 0, 0.0))
         kept.forget(transfer)
-    assert not kept._live and len(kept._good) == len(kept._bad) == stories.KEPT
+    assert not kept._live and len(kept._closed.good) == len(kept._closed.bad) == stories.KEPT
     assert len(kept.tell(Explain())) == stories.KEPT
