@@ -32,6 +32,8 @@ class _Receiving:
     prefix: int
     others: Callable[[AttemptFailed], None]
     rank: EngineRank  # in whose memory the pages are
+    wanted: bool = True  # by SGLang, which may let go of it while it is being fetched
+    fetching: bool = False  # until nothing writes into the pages any more
     ticket: Ticket | None = None  # once a prefill rank has told it
     digest: bytes = b""  # of the fetch that is under way, or was last
     decided: bool = False  # it is being fetched, or never will be
@@ -41,7 +43,7 @@ class _Receiving:
     @property
     def handle(self) -> Handle:
         """The name of its fetch."""
-        return Handle(f"sglang-{self.room}-{self.attempt}")
+        return _handle(self.room, self.attempt)
 
 
 class DecodeRank:
@@ -52,8 +54,7 @@ class DecodeRank:
         self._rank: EngineRank
         self._host: EngineRank | None = None
         self._lock = threading.Lock()
-        self._receivings: dict[int, _Receiving] = {}  # by room
-        self._fetches: dict[Handle, _Receiving] = {}  # by handle, until released
+        self._receivings: dict[Handle, _Receiving] = {}  # those that are wanted, or being fetched
 
     def start(self, rank: EngineRank, host: EngineRank | None = None) -> None:
         """Begin with this rank, and with another one for pages in the host pool, where there is one."""
@@ -86,12 +87,11 @@ class DecodeRank:
             raise UnsupportedSetupError("SGLang has described no host pool, and wants to receive into one")
         attempt = int.from_bytes(os.urandom(6))
         with self._lock:
-            self._receivings[room] = _Receiving(room, attempt, rows, aux_index, prefix, others, rank)
+            for earlier in [one for one in self._receivings.values() if one.room == room]:
+                earlier.wanted = False
+                self._forget(earlier)
+            self._receivings[_handle(room, attempt)] = _Receiving(room, attempt, rows, aux_index, prefix, others, rank)
         return attempt
-
-    def attempt(self, room: int) -> int:
-        """Return the number of the attempt that is under way."""
-        return self._receivings[room].attempt
 
     def offered(self, note: PagesOffered) -> None:
         """Fetch what a prefill rank offers, or will offer. The other ranks of its engine say the same, and change nothing."""
@@ -131,29 +131,30 @@ class DecodeRank:
         with self._lock:
             receiving = self._current(room, attempt)
             if receiving is not None:
-                del self._receivings[room]
+                receiving.wanted = False
                 self._cancel(receiving, reason)
+                self._forget(receiving)
 
     def quiet(self, room: int) -> bool:
         """Whether nothing writes into the pages of this room's requests any more."""
         with self._lock:
-            return all(receiving.room != room for receiving in self._fetches.values())
+            return not any(one.fetching and one.room == room for one in self._receivings.values())
 
     def heard(self, event: Event) -> None:
         """Process an event of a fetch."""
         with self._lock:
-            receiving = self._fetches.get(event.handle)
-            if receiving is None:
+            receiving = self._receivings.get(event.handle)
+            if receiving is None or not receiving.fetching:
                 return
-            wanted = self._receivings.get(receiving.room) is receiving
             if isinstance(event, Ended):
                 receiving.ended = event
-                if wanted and event.outcome.kind not in (None, FailureKind.DIGEST_DIFFERS):
+                if receiving.wanted and event.outcome.kind not in (None, FailureKind.DIGEST_DIFFERS):
                     self._manager.fail(receiving.room, str(event.outcome.failure))
             if not isinstance(event, Released):
                 return
-            del self._fetches[event.handle]
-            if wanted and receiving.ended is not None:
+            receiving.fetching = False
+            self._forget(receiving)
+            if receiving.wanted and receiving.ended is not None:
                 try:
                     self._over(receiving, receiving.ended)
                 except KvxferError as error:
@@ -177,8 +178,8 @@ class DecodeRank:
             self._manager.fail(receiving.room, str(reason))
 
     def _current(self, room: int, attempt: int) -> _Receiving | None:
-        receiving = self._receivings.get(room)
-        if receiving is None or receiving.attempt != attempt:
+        receiving = self._receivings.get(_handle(room, attempt))
+        if receiving is None or not receiving.wanted:
             log.debug("room %s: a note about attempt %s has come too late", room, attempt)
             return None
         return receiving
@@ -191,12 +192,20 @@ class DecodeRank:
         own = receiving.rank.source
         fetch = Fetch(receiving.handle, ticket.transfer, receiving.digest, ticket.source, table, 0, tokens, own)
         receiving.rank.agent.fetch(fetch)
-        self._fetches[receiving.handle] = receiving
+        receiving.fetching = True
 
     def _digest(self, receiving: _Receiving) -> bytes:
         return request_digest(receiving.room, receiving.prefix, len(receiving.rows[0]), self._manager.weights())
 
     def _cancel(self, receiving: _Receiving, reason: str) -> None:
-        if receiving.handle in self._fetches and receiving.ended is None:
+        if receiving.fetching and receiving.ended is None:
             with suppress(ClosedError):  # its fetches have ended
                 receiving.rank.agent.cancel(receiving.handle, reason)
+
+    def _forget(self, receiving: _Receiving) -> None:
+        if not (receiving.wanted or receiving.fetching):
+            del self._receivings[receiving.handle]
+
+
+def _handle(room: int, attempt: int) -> Handle:
+    return Handle(f"sglang-{room}-{attempt}")

@@ -144,7 +144,7 @@ class TransferManager(CommonKVManager):
         self, *, bootstrap_room: int, required_dst_info_num: int, decode_prefix_len: int | None, **_: Any
     ) -> list[bytes]:
         """Return what a prefill rank is told; ``CommonKVReceiver.send_metadata`` sends it to each."""
-        attempt = self.decode.attempt(bootstrap_room)
+        attempt = self.tenants[bootstrap_room].attempt
         prefix = decode_prefix_len or 0
         return packed(
             PagesWanted(

@@ -96,7 +96,7 @@ class TransferSender(_Tenant, CommonKVSender):
 class TransferReceiver(_Tenant, CommonKVReceiver):
     """One request at decode, as SGLang's scheduler uses it; for the arguments see ``CommonKVReceiver``."""
 
-    _attempt = 0  # none yet
+    attempt = 0  # the number of the one that is under way; 0: none yet
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -130,7 +130,7 @@ class TransferReceiver(_Tenant, CommonKVReceiver):
         to_host = destination == KVTransferDestination.HOST
         try:
             rows = self.kv_mgr.states.rows(np.asarray(kv_indices).tolist(), state_indices or [])
-            self._attempt = self.kv_mgr.decode.expect(
+            self.attempt = self.kv_mgr.decode.expect(
                 self.bootstrap_room, rows, aux_index, decode_prefix_len or 0, self._tell_all, to_host
             )
         except KvxferError as error:
@@ -145,7 +145,7 @@ class TransferReceiver(_Tenant, CommonKVReceiver):
 
     def clear(self) -> None:
         """Let go of the request. SGLang does so twice with one that has failed: the second time, another may have its room."""
-        self.kv_mgr.decode.drop(self.bootstrap_room, self._attempt, "the decode server let it go")
+        self.kv_mgr.decode.drop(self.bootstrap_room, self.attempt, "the decode server let it go")
         if self._leave_room():
             if KVPoll.Success not in (self.conclude_state, self.kv_mgr.request_status.get(self.bootstrap_room)):
                 self.ensure_abort_notified()  # or prefill would wait for a word until its time is over
@@ -155,7 +155,7 @@ class TransferReceiver(_Tenant, CommonKVReceiver):
         """Give the request up, unless it is over: another one may have its room."""
         if not self._has_room():
             return
-        self.kv_mgr.decode.drop(self.bootstrap_room, self._attempt, "the request was aborted")
+        self.kv_mgr.decode.drop(self.bootstrap_room, self.attempt, "the request was aborted")
         super().abort()
 
     def _tell_all(self, note: AttemptFailed) -> None:
