@@ -27,7 +27,7 @@ BY_REQUEST_OR_TRANSFER = {
     "Directory._awaited": "offers that engines wait for",
     "KnownRequests._last": "vLLM's requests",
     "Batches._by_id": "HTTP requests, by what their prompts have in common",
-    "LoadOutcomes.used": "offers that were loaded once, or made for an HTTP request",
+    "RequestLog.used": "offers that were loaded once, or made for an HTTP request",
 }
 """The tables of an engine's scheduler that are keyed by a request or a transfer."""
 
@@ -75,7 +75,7 @@ BY_SOMETHING_ELSE = {
 
 WORKERS = {"RankEnds", "WorkerSide", "WorkerChannel", "ComputedBands", "WorkerHooks"}
 """Classes of these rooms that live in a worker."""
-TOLD = {"Gauges", "KVXferStats", "KVXferPromMetrics", "RankGauges"}
+TOLD = {"Gauges", "KVXferStats", "KVXferPromMetrics", "RankGauges", "RankStats"}
 """Classes that tell of what has been counted."""
 
 LIFE = {"close"}

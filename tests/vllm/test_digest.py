@@ -306,7 +306,7 @@ def test_what_is_pooled_of_a_prompt_is_that_of_whoever_computes_it(make: Make) -
 
 def test_an_engine_that_collects_hidden_states_loads_nothing(make: Make) -> None:
     p, d = engine(make), engine(make)
-    ours(d.scheduler.connector)._sched._arrivals._beside._collects = True
+    ours(d.scheduler.connector)._sched._arrivals.content.beside._collects = True
     text = prompt(60)
     name = d.add(text, prefill(p, text))
     d.run(p, until=name)

@@ -156,21 +156,27 @@ class UnfilledBlocks:
 
 
 class LocalHits:
-    """The part of a prompt that is cached here. One thread."""
+    """The part of a prompt that is cached here, and what can be loaded behind it. One thread.
 
-    def __init__(self, side: SchedulerSide, pins: BlockPins, cache: PrefixCache) -> None:
-        self._side, self._pins, self._cache = side, pins, cache
+    ``replayed``: the groups of which the window behind a prefix is computed again.
+    """
+
+    def __init__(self, side: SchedulerSide, pins: BlockPins, cache: PrefixCache, replayed: Sequence[Group]) -> None:
+        self._side, self._pins, self._cache, self._replayed = side, pins, cache, tuple(replayed)
 
     def prefetch(self, request: Request) -> None:
         """Begin a short load behind what is cached of a request's prompt."""
         self._side.prefetch(request.request_id, self._cache.tokens(request))
 
-    def loadable(self, request: Request, computed: int) -> int | None:
-        """Answer ``SchedulerSide.loadable``.
+    def loadable(self, facts: RequestFacts, computed: int) -> int | None:
+        """Answer ``SchedulerSide.loadable``; 0 if a request computes all that is not cached here, or all of its prompt.
 
+        A load that begins behind a window of which nothing is kept for prefix hits would not bring it; vLLM computes it again.
         What another engine has been found to hold behind the cached tokens is fetched at once, if that may be.
         """
-        name = request.request_id
+        name, request = facts.name, facts.request
+        if facts.refused is not None or (computed and any(computed > g.behind(facts.end) for g in self._replayed)):
+            return 0
         asking = computed > 0 and self._side.asking(name)
         tokens = self._side.loadable(name, computed)
         if not tokens or not asking:

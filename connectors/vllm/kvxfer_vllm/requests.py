@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine import Prefix, Ticket
+from kvxfer import clock
+from kvxfer.engine import Prefix, SchedulerSide, Ticket
+from kvxfer.failures import Failure
 from kvxfer.failures import FailureKind as K
 from kvxfer.logs import logger
 from kvxfer.protocol.timers import Recent
 from kvxfer.security import Repeats
 from kvxfer.text import printable
 from kvxfer_vllm.said import ExternalId
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, Reason
+from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, PrefixNews, RankGauges, Reason
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,46 +179,6 @@ class KnownRequests:
         return len(self._last)
 
 
-class LoadOutcomes:
-    """What becomes of the loads of requests; one thread.
-
-    Attributes:
-        used: What can be had once. The keys (``params.offer_key``) of the offers that such requests have had: a front end may call its
-            engine several times under the params of one answer, after a tool, say, or for a retry. And what was offered for an HTTP
-            request, which may have several requests: the transfer and the time of arrival.
-        counts: What there is to tell since ``stats`` was called last.
-    """
-
-    def __init__(self, spans: RequestSpans) -> None:
-        self._spans = spans
-        self.counts = KVXferStats()
-        self.used: Recent[Hashable, bool] = Recent(math.inf, MAX_USED)
-
-    def expect(self, facts: RequestFacts, request: Request, transfer: str, key: bytes | None) -> None:
-        """Record that a request has come whose KV is to be loaded, and the key of the offer that this takes, if it has one."""
-        if getattr(request, "abort_immediately", False):
-            return  # vLLM's front end makes one up, for a request that it has refused or whose client is gone
-        facts.since, facts.key = time.monotonic(), key
-        facts.span = self._spans.begin(LOAD, request, transfer)
-
-    def ended(self, facts: RequestFacts | None, outcome: str) -> None:
-        """Process what has become of its load; the first word of a request counts, and what follows changes nothing."""
-        if facts is None or facts.since is None:
-            return
-        self.counts.request(outcome, time.monotonic() - facts.since)
-        facts.end_span(outcome)
-        if facts.key is not None and outcome in GONE:
-            self.used.put(facts.key, True, 0.0)
-        facts.since = None
-
-    def stats(self) -> KVXferStats | None:
-        """Return what there is to tell since the last call, if anything."""
-        if self.counts.is_empty():
-            return None
-        out, self.counts = self.counts, KVXferStats()
-        return out
-
-
 class Batches:
     """The HTTP requests of which something is computed or held here. One thread."""
 
@@ -269,26 +230,59 @@ class Batches:
         return sum(map(len, self._by_id.values()))
 
 
-def spread_over_ranks(engine: str, parallel: Any) -> bool:
-    """Return whether vLLM's front end may give the requests of one HTTP request to several engines: its data-parallel ranks.
-
-    It does not if something outside chooses the rank, each of which then has a front end of its own. vLLM lets a rank of a dense
-    model believe that it is alone, but writes its number behind the engine's name.
-    """
-    several = parallel.data_parallel_size > 1 or engine.endswith(f"_dp{getattr(parallel, 'data_parallel_index', 0)}")
-    return several and not getattr(parallel, "data_parallel_external_lb", False)
-
-
 EVERY_S = 10.0
 """Seconds from one log line of a reason to the next."""
 
 
-class NoPart:
-    """The requests that are not offered, or not loaded, although that was asked; one thread."""
+class RequestLog:
+    """What is told of an engine's requests: counts, spans, and lines of the log. One thread.
 
-    def __init__(self, outcomes: LoadOutcomes, remember: Callable[[str, str], None]) -> None:
-        self._outcomes, self._remember = outcomes, remember
-        self._repeats = Repeats(EVERY_S)
+    Args:
+        vllm_config: vLLM's.
+        remember: Called with a request that takes no part in a transfer, and why.
+
+    Attributes:
+        used: What can be had once. The keys (``Said.offer_key``) of the offers that such requests have had: a front end may call its
+            engine several times under the params of one answer, after a tool, say, or for a retry. And what was offered for an HTTP
+            request, which may have several requests: the transfer and the time of arrival.
+        counts: What there is to tell since ``stats`` was called last.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, remember: Callable[[str, str], None]) -> None:
+        self._spans, self._remember, self._repeats = RequestSpans(vllm_config), remember, Repeats(EVERY_S)
+        self._news, self._gauges = PrefixNews(), RankGauges()
+        self.counts = KVXferStats()
+        self.used: Recent[Hashable, bool] = Recent(math.inf, MAX_USED)
+
+    # --- loads and offers ----------------------------------------------------------------------------------------------
+
+    def expect(self, facts: RequestFacts, transfer: str, key: bytes | None) -> None:
+        """Record that a request has come whose KV is to be loaded, and the key of the offer that this takes, if it has one."""
+        if getattr(facts.request, "abort_immediately", False):
+            return  # vLLM's front end makes one up, for a request that it has refused or whose client is gone
+        facts.since, facts.key = clock.now(), key
+        facts.span = self._spans.begin(LOAD, facts.request, transfer)
+
+    def admitted(self, facts: RequestFacts, loaded: bool, failure: Failure | None) -> None:
+        """Record that a request has blocks and waits for no load: all of that is here, or it computes the tokens."""
+        computed = ELSEWHERE if facts.promised else COMPUTED if failure is None else str(failure.kind)
+        self.ended(facts, DELIVERED if loaded else computed)
+
+    def ended(self, facts: RequestFacts, outcome: str) -> None:
+        """Process what has become of its load; the first word of a request counts, and what follows changes nothing."""
+        if facts.since is None:
+            return
+        self.counts.request(outcome, clock.now() - facts.since)
+        facts.end_span(outcome)
+        if facts.key is not None and outcome in GONE:
+            self.used.put(facts.key, True, 0.0)
+        facts.since = None
+
+    def held(self, facts: RequestFacts, transfer: str) -> None:
+        """Record that a request is over whose blocks are held for others."""
+        facts.span = self._spans.begin(OFFER, facts.request, transfer)
+
+    # --- those that take no part ---------------------------------------------------------------------------------------
 
     def not_offered(self, request: str, reason: Reason, why: str) -> None:
         """Count a request that is not offered, and log it unless another was logged for this reason just now."""
@@ -299,7 +293,7 @@ class NoPart:
 
     def not_loaded(self, request: str, reason: Reason, why: str) -> None:
         """Count a request that is not loaded, and log it unless another was logged for this reason just now."""
-        self._outcomes.counts.count("not_loaded", str(reason))
+        self.counts.count("not_loaded", str(reason))
         self._remember(request, f"it is computed here: {why}")
         if (more := self._more("loaded", reason)) is not None:
             log.warning("request %s is computed here: %s%s", printable(request), why, more)
@@ -313,9 +307,25 @@ class NoPart:
 
     def count(self, reason: Reason) -> None:
         """Count a request that is not offered and whose line is logged elsewhere."""
-        self._outcomes.counts.count("not_offered", str(reason))
+        self.counts.count("not_offered", str(reason))
 
     def _more(self, what: str, reason: Reason) -> str | None:
         """Return how many lines of this kind were not logged, as the end of a line; None if this one is not to be logged either."""
         held = self._repeats.logged((what, reason))
         return None if held is None else f" ({held} more like this were not logged)" if held else ""
+
+    # --- what vLLM asks for --------------------------------------------------------------------------------------------
+
+    def heard(self, gauges: dict[str, dict[str, Any]]) -> None:
+        """Take in the gauges of ranks where one has changed."""
+        if gauges:
+            self.counts.data["gauges"] = self._gauges.heard(gauges)
+
+    def stats(self, side: SchedulerSide) -> KVXferStats | None:
+        """Return what there is to tell since the last call, if anything."""
+        for name, n in self._news.take(side.asked, side.answered).items():
+            self.counts.count("prefixes", name, n)
+        if self.counts.is_empty():
+            return None
+        out, self.counts = self.counts, KVXferStats()
+        return out

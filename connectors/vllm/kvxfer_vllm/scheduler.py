@@ -5,15 +5,12 @@ All methods run on the engine-core thread; none blocks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine import BlockPins, Report, SchedulerSide
 from kvxfer.errors import KvxferError
 from kvxfer.facts import sealed
-from kvxfer.failures import Failure, FailureKind
-from kvxfer.identity import RequestId
 from kvxfer.logs import logger
 from kvxfer.text import printable
 from kvxfer_vllm.arrivals import Arrivals
@@ -29,17 +26,14 @@ from kvxfer_vllm.blocks import (
 )
 from kvxfer_vllm.content import RequestContent
 from kvxfer_vllm.content.facts import facts_of, updated
-from kvxfer_vllm.internals import EngineLoop, PrefixCache, VllmBlockPool, around_reset, engine_transfer, tell_over
+from kvxfer_vllm.internals import EngineLoop, PrefixCache, VllmBlockPool, around_reset, tell_over
 from kvxfer_vllm.layout import replicated_ranks
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
 from kvxfer_vllm.migration import ConnectorConfig
-from kvxfer_vllm.pages.groups import replays
-from kvxfer_vllm.requests import OFFER, Batches, KnownRequests, LoadOutcomes, NoPart, RequestFacts, RequestSpans
-from kvxfer_vllm.said import answer as answer_to_router
-from kvxfer_vllm.said import held_answer
-from kvxfer_vllm.settings import enclosed, groups_of
-from kvxfer_vllm.stats import CANCELLED, COMPUTED, DELIVERED, ELSEWHERE, KVXferStats, PrefixNews, RankGauges, Reason
-from kvxfer_vllm.steps import PromptPace, Stopping
+from kvxfer_vllm.requests import Batches, KnownRequests, RequestFacts, RequestLog
+from kvxfer_vllm.settings import EngineSetup
+from kvxfer_vllm.stats import CANCELLED, KVXferStats
+from kvxfer_vllm.steps import LoadNews, PromptPace, Stopping
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,67 +56,45 @@ class SchedulerHooks:
     """One engine's requests, as vLLM tells of them; ``frees`` says whether blocks that are held for others will be free soon."""
 
     def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        assert transfer is not None
-        groups, blocks = groups_of(kv_cache_config, vllm_config), kv_cache_config.num_blocks
-        self._engine, self._tp, self._block_tokens = (
-            str(transfer.engine_id),
-            parallel.tensor_parallel_size,
-            groups[0].block_tokens,
-        )
-        self._among_several = engine_transfer(vllm_config) is not transfer
-        # How many more steps are made for their sake: nobody finds this engine before its workers are known.
-        self._first_steps = FIRST_STEPS if self._among_several or replicated_ranks(vllm_config) else 0
-        replayed = (replays(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
-        self._replayed = tuple(itertools.compress(groups, replayed))
-        # Model runner 2 zeroes such a cache's new blocks, or copies states into them, before it calls ``handle_preemptions``. Model
-        # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
-        self._writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
-        here = enclosed(config, vllm_config)
+        self._setup = setup = EngineSetup(config, vllm_config, kv_cache_config)
 
         # What is there of vLLM's engine.
         loop = EngineLoop()
-        self._cache, self._pins = PrefixCache(), BlockPins(blocks // 4)
-        self._requests = KnownRequests()
-        content = RequestContent(vllm_config)
-        self._adapters = content.adapters
-        self._cached = CachedPrefixes(groups, blocks, self._cache, content.media.is_ambiguous)
+        self._cache, self._pins = PrefixCache(), BlockPins(setup.blocks // 4)
+        self._requests, self._content = KnownRequests(), RequestContent(vllm_config)
+        self._cached = CachedPrefixes(setup.groups, setup.blocks, self._cache, self._content.media.is_ambiguous)
 
         self.side = SchedulerSide(
-            here,
-            self._engine,
-            groups,
-            parallel.world_size,
-            facts_of(vllm_config, here),
+            setup.config,
+            setup.engine,
+            setup.groups,
+            setup.ranks,
+            facts_of(vllm_config, setup.config),
             pins=self._pins,
-            writes_early=self._writes_early,
+            writes_early=setup.writes_early,
             holds=self._cached.holds,
             wake=loop.wake,
             queue=loop.queue(self._requests.unfinished),
         )
 
         # Blocks.
-        self._room, self._unfilled = Room(groups, self._cache), UnfilledBlocks(groups, self._cache)
-        self._answers = PinnedAnswers(self._pins, blocks, here.keep_answers)
-        self._hits = LocalHits(self.side, self._pins, self._cache)
+        self._room, self._unfilled = Room(setup.groups, self._cache), UnfilledBlocks(setup.groups, self._cache)
+        self._answers = PinnedAnswers(self._pins, setup.blocks, setup.config.keep_answers)
+        self._hits = LocalHits(self.side, self._pins, self._cache, setup.replayed)
         self.frees = PendingFrees()
 
         # Requests, and what is told of them.
-        self._spans, self._batches = RequestSpans(vllm_config), Batches()
-        self._outcomes = LoadOutcomes(self._spans)
-        self._no_part = NoPart(self._outcomes, self.side.takes_no_part)
-        self._news, self._gauges = PrefixNews(), RankGauges()
-        told = self._outcomes, self._batches, self._no_part
-        self._arrivals = Arrivals(
-            config, vllm_config, groups, self._replayed, self.side, self._hits, self._cached, content, *told
-        )
+        self._told, self._batches = RequestLog(vllm_config, self.side.takes_no_part), Batches()
+        made = self.side, self._hits, self._cached, self._content
+        self._arrivals = Arrivals(setup, *made, self._told, self._batches)
 
         # Steps.
-        self._stopping = Stopping(loop, self.side, here.drain, getattr(vllm_config, "shutdown_timeout", 0))
+        self._stopping = Stopping(loop, self.side, setup.config.drain, getattr(vllm_config, "shutdown_timeout", 0))
         ahead = max(1, int(getattr(vllm_config, "max_concurrent_batches", 1)))
         self._pace = PromptPace(self.side.takes, vllm_config.scheduler_config.max_num_batched_tokens, ahead)
-        self._refused: list[tuple[RequestId, Failure]] = []  # loads that could not begin, of which vLLM has yet to hear
-        self._next = StepMetadata()  # what vLLM is to be told with the next step
+        self._news = LoadNews(self._requests, self._told, self._cache, setup.block_tokens)
+        # How many more steps are made for their sake: nobody finds this engine before its workers are known.
+        self._first_steps = FIRST_STEPS if setup.among_several or replicated_ranks(vllm_config) else 0
         self._unplaced = 0  # requests that vLLM has asked about for this step and found no blocks for, so far
         self._holding_back = False  # whether this step gives blocks to nobody
 
@@ -140,7 +112,7 @@ class SchedulerHooks:
         facts = self.arrive(request)
         if self._holding_back:
             return None, False
-        tokens = 0 if self._loads_nothing(facts, computed) else self._hits.loadable(request, computed)
+        tokens = self._hits.loadable(facts, computed) if self._content.adapters.is_same(facts) else 0
         if tokens is None:
             return None, False
         self._unplaced += 1
@@ -148,20 +120,12 @@ class SchedulerHooks:
         if tokens and facts.asking:
             facts.end = computed + tokens
             if facts.since is None:
-                self._outcomes.expect(facts, request, "a prefix", None)
+                self._told.expect(facts, "a prefix", None)
                 self._arrivals.hints.loads(request.request_id, facts.kind, tokens, request.num_prompt_tokens)
         beside = bool(tokens) and not self.side.is_prefetched(request.request_id)
         if tokens and beside and self._room.lacks(facts, computed, computed + tokens):
             return None, False
         return tokens, beside
-
-    def _loads_nothing(self, facts: RequestFacts, computed: int) -> bool:
-        """Return whether a request computes all that is not cached here, or all of its prompt.
-
-        A load that begins behind a window of which nothing is kept for prefix hits would not bring it; vLLM computes it again.
-        """
-        lacks_window = computed > 0 and any(computed > group.behind(facts.end) for group in self._replayed)
-        return facts.refused is not None or lacks_window or not self._adapters.is_same(facts)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Handle ``update_state_after_alloc``."""
@@ -172,9 +136,7 @@ class SchedulerHooks:
         if external:
             self._unfilled.loads(facts, table, facts.end - external, facts.end)
         if not external or self.side.is_prefetched(name):
-            failure = self.side.failure(name)
-            computed = ELSEWHERE if facts.promised else COMPUTED if failure is None else str(failure.kind)
-            self._outcomes.ended(facts, DELIVERED if external else computed)
+            self._told.admitted(facts, external > 0, self.side.failure(name))
             self._unfilled.cached(facts)
         else:
             facts.loading = True
@@ -183,20 +145,19 @@ class SchedulerHooks:
         except KvxferError as e:
             # An exception here would end the engine; a load that fails at once costs this request only.
             log.error("request %s cannot be loaded: %s", printable(name), e)
-            self._refused.append((RequestId(name), Failure(FailureKind.MISUSE, str(e))))
+            self._news.refused(name, str(e))
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Record that the request is over. True: its blocks stay until all ranks have reported them quiet."""
         from vllm.v1.request import RequestStatus
 
-        name = request.request_id
-        whole = request.status.name in WHOLE
+        name, whole = request.request_id, request.status.name in WHOLE
         self._arrivals.drop_outdated(self._requests)
         facts, _ = self._requests.arrive(request)
         self._cached.finished(facts)
         self._room.finished(facts)
         self._unfilled.cached(facts)
-        self._outcomes.ended(facts, CANCELLED)
+        self._told.ended(facts, CANCELLED)
         ticket, aborted = self.side.ticket(name), request.status == RequestStatus.FINISHED_ABORTED
         last_of = self._batches.ended(facts)
         answer = self.side.offers.answer(name)
@@ -204,7 +165,7 @@ class SchedulerHooks:
             self._cached.keep_findable(request, facts.unfilled)
             self._answers.pin(facts.number, table_of(block_ids).ids())
         held = self.side.finished(name, table_of(block_ids), whole, good=aborted)
-        if facts.loading and self._among_several and not held:
+        if facts.loading and self._setup.among_several and not held:
             # vLLM frees its blocks at the end of the load, and again when a sibling lets go of them; so the load, too, counts as keeping.
             held = facts.saves = True
         if aborted and last_of is not None and not request.num_output_tokens:
@@ -216,20 +177,7 @@ class SchedulerHooks:
             self.frees.held(name)
         else:
             self._forget(facts)
-        if ticket is None or not self.side.offers.stands(ticket):
-            if ticket is not None and whole:
-                why = f"{printable(ticket.transfer)} is given up, as the line of its withdrawal explains"
-                self._no_part.not_offered(name, Reason.GIVEN_UP, why)
-            ticket = facts.nothing if whole else None
-        if ticket is None:
-            if not (whole and facts.answers):
-                return held, None
-            groups, computed = len(block_ids), request.num_computed_tokens
-            return held, held_answer(self.side.source, self._engine, name, self._tp, groups, computed)
-        if held:
-            facts.span = self._spans.begin(OFFER, request, str(ticket.transfer))
-        sizes = self._tp, len(block_ids), request.num_prompt_tokens
-        return held, answer_to_router(ticket, self._engine, answer, *sizes, self._arrivals.model, self._arrivals.spread)
+        return held, self._arrivals.answer(facts, ticket, answer, whole=whole, held=held, groups=len(block_ids))
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -250,8 +198,8 @@ class SchedulerHooks:
             self.side.runs(name, computed, output.num_scheduled_tokens[name], table)
         self.side.stands_still(stuck)
         self._unplaced, self._first_steps, self._holding_back = 0, max(0, self._first_steps - 1), False
-        step, self._next = self._next, StepMetadata()
-        step.step, step.idle, step.adapters = self.side.step(), idle, dict(self._adapters.heard)
+        step = self._news.take()
+        step.step, step.idle, step.adapters = self.side.step(), idle, dict(self._content.adapters.heard)
         step.waited = idle and step.silent and self.side.loads.wait_alone()
         return step
 
@@ -261,47 +209,18 @@ class SchedulerHooks:
         found = output.kv_connector_worker_meta
         ours = found if isinstance(found, ReportMetadata) else ReportMetadata(Report())
         for rank, (replacements, contents) in ours.adapters.items():
-            self._adapters.learn(rank, contents, replacements)
-        if ours.gauges:
-            self._outcomes.counts.data["gauges"] = self._gauges.heard(ours.gauges)
+            self._content.adapters.learn(rank, contents, replacements)
+        self._told.heard(ours.gauges)
         update = self.side.report(ours.report)
-        self._next.freed += tuple(update.free)
         for name in update.free:
             self._let_held_go(name)
-        ends: dict[RequestId, Failure | None] = {**dict.fromkeys(update.loaded), **update.failed, **dict(self._refused)}
-        self._refused.clear()
         over = set(output.finished_recving or ())  # those that workers were told of, and a sibling's
         for name in over:
             self.side.confirm_load_ended(name)
-        over.update(name for name, failure in ends.items() if self._load_ended(name, failure, update.short.get(name)))
-        for facts in [facts for facts in map(self._requests.last, over) if facts is not None]:
-            if facts.saves:
-                over.remove(facts.name)
-                self._next.freed += (facts.name,)
-            facts.loading = facts.saves = False
-        tell_over(output, over)
+        tell_over(output, self._news.over(update, over))
         for name in output.finished_sending or ():
             self.side.freed(name)
             self._let_held_go(name)
-
-    def _load_ended(self, name: str, failure: Failure | None, short: int | None) -> bool:
-        """Record how a load has ended, ``short`` of what was to come if at that token; return whether vLLM can be told now.
-
-        It is told of what it takes from workers only once these have said it, with the next step.
-        """
-        facts = self._requests.running(name)
-        if facts is None:
-            return True  # and frees the blocks of a request that is over
-        self._outcomes.ended(facts, DELIVERED if failure is None else str(failure.kind))
-        if failure is not None and facts.asking:
-            self._cache.compute_anew(facts.request)
-        elif failure is not None:
-            self._next.failed += (name,)
-            return False
-        elif short is not None:  # where a table is of one row
-            self._next.partial[name] = tuple(self._cache.table(name)[0][short // self._block_tokens :])
-            return False
-        return True
 
     def _let_held_go(self, name: str) -> None:
         """Forget a request whose blocks are no longer held for others."""
@@ -318,16 +237,14 @@ class SchedulerHooks:
 
     def stats(self) -> KVXferStats | None:
         """Return what there is to tell of requests since the last call, if anything."""
-        for name, n in self._news.take(self.side.asked, self.side.answered).items():
-            self._outcomes.counts.count("prefixes", name, n)
-        return self._outcomes.stats()
+        return self._told.stats(self.side)
 
     @property
     def waiting(self) -> bool:
         """Whether vLLM must go on making steps though it knows no request, or it will not hear what we have to say."""
         self._stopping.look(busy=bool(self._requests))
         unknown = self._first_steps > 0 and not self.side.ready
-        return unknown or self.side.waiting or bool(self._refused or self._next.failed or self._next.partial)
+        return unknown or self.side.waiting or len(self._news) > 0
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -364,7 +281,7 @@ class SchedulerHooks:
         for facts in self._requests.all_running():
             if self.side.follows(facts.name) and not any(self._cache.table(facts.name)):
                 self.side.preempted(facts.name)
-        self._holding_back = self._writes_early
+        self._holding_back = self._setup.writes_early
 
     def _say_why(self) -> None:
         """Say why vLLM cannot clear its cache, which it puts down to requests, if it is on account of what we have pinned."""
@@ -385,4 +302,4 @@ class SchedulerHooks:
 
     def __len__(self) -> int:
         """Return how much is remembered of requests and transfers; 0 when there are none."""
-        return len(self._requests) + len(self._refused) + len(self._next.partial) + len(self._batches) + len(self.side)
+        return len(self._requests) + len(self._news) + len(self._batches) + len(self.side)

@@ -16,10 +16,10 @@ from kvxfer.logs import logger
 from kvxfer.transport import registry
 from kvxfer.transport.auto import AUTO
 from kvxfer.values import Group
-from kvxfer_vllm.internals import engine_transfer, together
+from kvxfer_vllm.internals import engine_transfer, loads_safely, together
 from kvxfer_vllm.layout import turn_takers
 from kvxfer_vllm.migration import ConnectorConfig, check_hosts, defaults, located, translate
-from kvxfer_vllm.pages.groups import group_pages
+from kvxfer_vllm.pages.groups import group_pages, replays
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -239,6 +239,62 @@ def enclosed(config: ConnectorConfig, vllm_config: VllmConfig) -> ConnectorConfi
     )
     # What is fetched before vLLM says whom it loads from may be fetched in vain.
     return msgspec.structs.replace(config, step_budget=0.0)
+
+
+class EngineSetup:
+    """What one engine is, and what it may offer, load and ask for, by its settings, its role and its model.
+
+    Attributes:
+        config: Its settings, as they are where it stands.
+        groups, blocks: Its KV-cache groups, and how many blocks its cache has.
+        replayed: The groups of which the window behind a prefix is computed again.
+        writes_early: Whether new blocks may be written to before a step's hooks are called.
+        produces, consumes, trusts: Whether it offers, loads, and asks whom a request names.
+        among_several: Whether other connectors stand beside this one.
+        spread: Whether vLLM may give the prompts of one HTTP request to several engines.
+        computed: How many tokens at the end of a prompt it computes itself.
+        partly: Whether a part of what a load was to bring is of use: where a table is of one row.
+    """
+
+    def __init__(self, config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        assert transfer is not None
+        self.config, self.engine = enclosed(config, vllm_config), str(transfer.engine_id)
+        self.tp: int = parallel.tensor_parallel_size
+        self.ranks: int = parallel.world_size
+        self.groups, self.blocks = groups_of(kv_cache_config, vllm_config), kv_cache_config.num_blocks
+        self.block_tokens = self.groups[0].block_tokens
+        replayed = (replays(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+        self.replayed = tuple(itertools.compress(self.groups, replayed))
+        # Model runner 2 zeroes such a cache's new blocks, or copies states into them, before it calls ``handle_preemptions``. Model
+        # runner 1 calls that first, and in any other cache both write to new blocks in the forward pass only, which comes later.
+        self.writes_early = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+        self.produces, self.consumes = transfer.is_kv_producer, loads_safely(vllm_config)
+        self.trusts = bool(config.key_file) or config.peers is not None or config.trust_sources
+        self.among_several = engine_transfer(vllm_config) is not transfer
+        self.spread = spread_over_ranks(self.engine, parallel)
+        self.recurrent = any(group.kind == "state" for group in self.groups)
+        self.computed = 1 if self.recurrent else computed_anyway(vllm_config)
+        self.partly = len(self.groups) == 1 and self.groups[0].kind == "full"
+
+
+def computed_anyway(vllm_config: VllmConfig) -> int:
+    """Return how many tokens at the end of a prompt every engine computes itself: the last one, for its logits.
+
+    Of several MTP modules, all but the first write KV of drafts for the last tokens of the producer's prompt, which it never verifies.
+    """
+    lookahead: Any = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+    return max(1, int(lookahead) - 1)
+
+
+def spread_over_ranks(engine: str, parallel: Any) -> bool:
+    """Return whether vLLM's front end may give the requests of one HTTP request to several engines: its data-parallel ranks.
+
+    It does not if something outside chooses the rank, each of which then has a front end of its own. vLLM lets a rank of a dense
+    model believe that it is alone, but writes its number behind the engine's name.
+    """
+    several = parallel.data_parallel_size > 1 or engine.endswith(f"_dp{getattr(parallel, 'data_parallel_index', 0)}")
+    return several and not getattr(parallel, "data_parallel_external_lb", False)
 
 
 def _is_ours(kind: type) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvxfer.control.agent import Agent
 from kvxfer.control.link import LinkStatus
 from kvxfer.engine import AnswerCounts, AskCounts
 from kvxfer.failures import FailureKind
@@ -150,6 +151,39 @@ class Gauges:
             (f"{x.backend}/{_host(x.peer)}", float(f"{x.bytes_per_s:.2g}")) for x in links if x.up and x.bytes_per_s
         ]
         self.values["paces"] = _slowest(known)
+
+
+class RankStats:
+    """What one rank has counted and not told yet. One thread."""
+
+    def __init__(self) -> None:
+        self._counts = KVXferStats()
+        self._noted: Gauges | None = None
+        self._gauges: dict[str, dict[str, Any]] = {}  # those that the scheduler side has yet to hear of, under the rank
+
+    def record(self, event: Ended) -> None:
+        """Record that a load or an offer has ended."""
+        self._counts.record(event)
+
+    def look(self, agent: Agent, *, last: bool = False) -> None:
+        """Take in what an agent has counted. After the ``last`` look comes another agent, which counts from zero."""
+        before, now = self._noted, Gauges(agent.stats(), agent.links())
+        self._noted = None if last else now
+        self._counts.note(before, now)
+        if before is None or before.values != now.values:
+            self._gauges[f"{agent.cache.rank.pp}.{agent.cache.rank.tp}"] = now.values
+
+    def take(self) -> KVXferStats | None:
+        """Return what has been counted since the last call; None if that is nothing."""
+        if self._counts.is_empty():
+            return None
+        out, self._counts = self._counts, KVXferStats()
+        return out
+
+    def take_gauges(self) -> dict[str, dict[str, Any]]:
+        """Return the gauges that have changed since the last call, for the scheduler side."""
+        out, self._gauges = self._gauges, {}
+        return out
 
 
 class RankGauges:

@@ -1,4 +1,4 @@
-"""The engine's steps: how fast they compute prompts, and how long an engine that is to stop goes on making them."""
+"""The engine's steps: how fast they compute prompts, what of loads is told with one, and how long an engine that is to stop makes them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections import deque
 from collections.abc import Callable
 
 from kvxfer import clock
-from kvxfer.engine import SchedulerSide
+from kvxfer.engine import SchedulerSide, Update
+from kvxfer.failures import Failure, FailureKind
+from kvxfer.identity import RequestId
 from kvxfer.logs import logger
-from kvxfer_vllm.internals import EngineLoop
+from kvxfer_vllm.internals import EngineLoop, PrefixCache
+from kvxfer_vllm.metadata import StepMetadata
+from kvxfer_vllm.requests import KnownRequests, RequestLog
+from kvxfer_vllm.stats import DELIVERED
 
 log = logger("kvxfer.vllm")
 
@@ -45,6 +50,60 @@ class PromptPace:
             if tokens >= self._full:
                 self._least = self._full
         self._ended = now
+
+
+class LoadNews:
+    """What vLLM is told of loads that are over, and of requests whose blocks it may free. One thread.
+
+    It takes some of that from workers only, which say it once they were told, with the next step.
+    """
+
+    def __init__(self, requests: KnownRequests, told: RequestLog, cache: PrefixCache, block_tokens: int) -> None:
+        self._requests, self._told, self._cache, self._block_tokens = requests, told, cache, block_tokens
+        self._refused: list[tuple[RequestId, Failure]] = []  # loads that could not begin
+        self._next = StepMetadata()
+
+    def refused(self, name: str, why: str) -> None:
+        """Record that the load of a request could not begin."""
+        self._refused.append((RequestId(name), Failure(FailureKind.MISUSE, why)))
+
+    def over(self, update: Update, over: set[str]) -> set[str]:
+        """Process what ranks have reported, and the loads that vLLM knows to be ``over``; return those that it can be told of now."""
+        self._next.freed += tuple(update.free)
+        ends: dict[RequestId, Failure | None] = {**dict.fromkeys(update.loaded), **update.failed, **dict(self._refused)}
+        self._refused.clear()
+        over = over | {name for name, failure in ends.items() if self._ended(name, failure, update.short.get(name))}
+        for facts in [facts for facts in map(self._requests.last, over) if facts is not None]:
+            if facts.saves:
+                over.remove(facts.name)
+                self._next.freed += (facts.name,)
+            facts.loading = facts.saves = False
+        return over
+
+    def _ended(self, name: str, failure: Failure | None, short: int | None) -> bool:
+        """Record how a load has ended, ``short`` of what was to come if at that token; return whether vLLM can be told now."""
+        facts = self._requests.running(name)
+        if facts is None:
+            return True  # and frees the blocks of a request that is over
+        self._told.ended(facts, DELIVERED if failure is None else str(failure.kind))
+        if failure is not None and facts.asking:
+            self._cache.compute_anew(facts.request)
+        elif failure is not None:
+            self._next.failed += (name,)
+            return False
+        elif short is not None:  # where a table is of one row
+            self._next.partial[name] = tuple(self._cache.table(name)[0][short // self._block_tokens :])
+            return False
+        return True
+
+    def take(self) -> StepMetadata:
+        """Return what workers are to say, for the next step."""
+        step, self._next = self._next, StepMetadata()
+        return step
+
+    def __len__(self) -> int:
+        """Return how many loads are over of which vLLM has yet to hear."""
+        return len(self._refused) + len(self._next.failed) + len(self._next.partial)
 
 
 CLOSE_S = 2.0

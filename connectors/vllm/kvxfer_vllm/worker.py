@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
@@ -18,7 +18,7 @@ from kvxfer_vllm.internals import ask_for_tile_registers
 from kvxfer_vllm.layout import Layout, rank_of, replicated_ranks
 from kvxfer_vllm.layout_check import check_layout
 from kvxfer_vllm.metadata import Handshake, ReportMetadata, StepMetadata
-from kvxfer_vllm.stats import Gauges, KVXferStats
+from kvxfer_vllm.stats import KVXferStats, RankStats
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +47,7 @@ class WorkerHooks:
         self._adapters = LoadedAdapters(getattr(vllm_config, "lora_config", None))
         self._report = Report()
         self._idle = self._told = False  # of the last step: whether it computed nothing, and whether a load was over
-        self._stats = KVXferStats()
-        self._noted: Gauges | None = None
-        self._gauges: dict[str, dict[str, Any]] = {}  # those that the scheduler side has yet to hear of, under our rank
+        self._stats = RankStats()
         self._asleep = False
         # Of a step in two halves, each calls the hook of a layer when its own half is written.
         self._halved = bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
@@ -100,7 +98,7 @@ class WorkerHooks:
             agent,
             table=layout.table,
             before_load=None if self._clearing is None else self._clearing.before,
-            on_ended=lambda event: self._stats.record(event),
+            on_ended=self._stats.record,
             # Of an elastic cache the scheduler side alone knows how much could be held besides what requests have.
             quarantine=self._kv.num_blocks // 4 if not agent.cache.elastic else 0,
             copy=copy,
@@ -121,8 +119,7 @@ class WorkerHooks:
     def resume(self) -> None:
         """Take the cache up again, which has other memory now."""
         if self._asleep:
-            self._count()
-            self._noted = None  # the next agent counts from zero
+            self._stats.look(self._on.agent, last=True)
             self._on.resume(self._agent(self._on.agent.cache))
             self._asleep = False
             log.info("the cache is mapped again, and this rank can transfer")
@@ -200,26 +197,16 @@ class WorkerHooks:
         """
         out, self._report = self._report, Report()
         loaded = self._adapters.report()
-        gauges, self._gauges = self._gauges, {}
+        gauges = self._stats.take_gauges()
         if not out and not loaded and not gauges and not self._idle:
             return None
         return ReportMetadata(out, {self._rank: (self._adapters.replacements, loaded)} if loaded else {}, gauges)
 
     def stats(self) -> KVXferStats | None:
         """Return what has been counted since the last call; None if that is nothing."""
-        self._count()
-        if self._stats.is_empty():
-            return None
-        out, self._stats = self._stats, KVXferStats()
-        return out
-
-    def _count(self) -> None:
         if self._side is not None:
-            agent = self._side.agent
-            before, self._noted = self._noted, Gauges(agent.stats(), agent.links())
-            self._stats.note(before, self._noted)
-            if before is None or before.values != self._noted.values:
-                self._gauges[f"{agent.cache.rank.pp}.{agent.cache.rank.tp}"] = self._noted.values
+            self._stats.look(self._side.agent)
+        return self._stats.take()
 
     def close(self) -> None:
         """Close the agent, once consumers have what they are about to fetch, or soon."""

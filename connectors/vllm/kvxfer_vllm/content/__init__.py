@@ -53,21 +53,13 @@ class Beside:
         return None
 
 
-def computed_anyway(vllm_config: VllmConfig) -> int:
-    """Return how many tokens at the end of a prompt every engine computes itself: the last one, for its logits.
-
-    Of several MTP modules, all but the first write KV of drafts for the last tokens of the producer's prompt, which it never verifies.
-    """
-    lookahead: Any = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
-    return max(1, int(lookahead) - 1)
-
-
 class RequestContent:
     """Tells what the KV of one engine's requests depends on: tokens, adapter, media, salt and embeddings, each by content."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.adapters = Adapters(vllm_config)
         self.media = Media(vllm_config)
+        self.beside = Beside(vllm_config)
 
     def arrived(self, facts: RequestFacts) -> None:
         """Have vLLM cache and find a prompt's blocks under the weights that its adapter has now, and learn the names of its media.
