@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,9 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvxfer.testing import ConformanceSuite
+from kvxfer.geometry import HOST
+from kvxfer.testing import ConformanceSuite, remote_participant
 from kvxfer.testing.conformance.transfers import LAYOUTS
-from kvxfer.transport import Transport
+from kvxfer.testing.remote_participant import RemoteParticipant
+from kvxfer.transport import Transport, registry
 from tests.selection import CLAUSES, DEAR
 from tests.testing.mutants import MUTANTS, SOUND, LeaksMemory, clean_up, complaint, complaint_of_sound
 
@@ -93,6 +96,21 @@ def test_memory_that_others_give_back_meanwhile_hides_no_leak() -> None:
 
     assert complaint(WhileAnotherEnds, "test_links_do_not_leak", {}) is not None
     assert not staging
+
+
+def test_a_process_that_does_not_stop_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits in the kernel for a device, whom no signal reaches."""
+    deaf = RemoteParticipant(registry.load("tcp"), {}, "deaf", HOST, lambda: None)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(remote_participant, "REPLY_S", 0.0)
+            patched.setattr(os, "kill", lambda pid, number: None)
+            with pytest.raises(RuntimeError, match="'deaf' did not stand still within 0 s of SIGSTOP"):
+                deaf.stop()
+        deaf.stop()
+        deaf.resume()
+    finally:
+        deaf.end()
 
 
 def test_layouts_are_what_they_say() -> None:

@@ -23,7 +23,7 @@ from kvxfer.testing.remote import apart
 from kvxfer.transport.contract import Batch, Fence, Transport
 
 REPLY_S = 60.0
-"""Seconds without an answer after which a child has hung. Loading a GPU library takes seconds."""
+"""Seconds after which a child that does not answer, or does not stop, has hung. Loading a GPU library takes seconds."""
 
 
 class RemoteParticipant:
@@ -57,9 +57,16 @@ class RemoteParticipant:
         self._pipe.close()
 
     def stop(self) -> None:
-        """Send SIGSTOP, and wait until it has taken effect."""
+        """Send SIGSTOP, and wait until it has taken effect.
+
+        Raises:
+            RuntimeError: It has not, within ``REPLY_S``.
+        """
         self._signal(signal.SIGSTOP)
+        deadline = time.monotonic() + REPLY_S
         while not self._stands():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the process of {self.name!r} did not stand still within {REPLY_S:g} s of SIGSTOP")
             time.sleep(0.001)
 
     def resume(self) -> None:
