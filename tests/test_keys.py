@@ -370,6 +370,22 @@ def run(*arguments: object) -> str:
     return result.output
 
 
+def test_what_waits_for_keys_goes_on_when_they_are_read(files: Files, tmp_path: Path) -> None:
+    """Not when the thread that has read them has ended, too: nothing wakes the sockets then, and each handshake took up to a second."""
+    begun, woken, over = list[bool](), threading.Event(), threading.Event()
+
+    def wake() -> None:
+        woken.set()
+        over.wait(30.0)
+
+    watch = key_watch.KeyWatch(security(joined(tmp_path / "key", files["a"].read_text())), wake)
+    watch.when_read(lambda: begun.append(True))
+    assert woken.wait(30.0)
+    list(watch.turn(()))
+    over.set()
+    assert begun
+
+
 def test_the_program_replaces_a_key_in_three_steps(files: Files, tmp_path: Path) -> None:
     path, new = joined(tmp_path / "key", files["a"].read_text()), key(files, "b")
     path.chmod(0o640)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from kvxfer import clock
 from kvxfer.control.connection import ControlConnection
@@ -19,7 +20,7 @@ class KeyWatch:
     def __init__(self, security: Security, wake: Callable[[], None]) -> None:
         self._security, self._wake = security, wake
         self._held: list[Callable[[], None]] = []
-        self._reading: NamedThread | None = None
+        self._reading = self._read_over = False
         self._look_at = 0.0
         self._keys = security.keys
 
@@ -33,10 +34,11 @@ class KeyWatch:
 
     def turn(self, open_: Iterable[ControlConnection]) -> Iterator[ControlConnection]:
         """Do what is due, once a turn; yield the open connections whose keys have been taken out of the key file."""
-        if self._reading is None and self._held:
+        if self._held and not self._reading:
             self._read()
-        if self._reading is not None and not self._reading.is_alive():
-            self._reading, held, self._held = None, self._held, []
+        if self._read_over:
+            self._reading = self._read_over = False
+            held, self._held = self._held, []
             for begin in held:
                 begin()
         if self._keys is None or clock.now() < self._look_at:
@@ -49,16 +51,14 @@ class KeyWatch:
             yield from [conn for conn in open_ if conn.key_id is not None and not self._security.accepts(conn.key_id)]
 
     def _read(self) -> None:
-        if self._reading is None:
-            reading = NamedThread(target=self._run, name="kvxfer-keys")
-            try:
-                reading.start()
-            except RuntimeError:  # there is no thread now; the next turn tries again
-                return
-            self._reading = reading
+        if not self._reading:
+            with suppress(RuntimeError):  # there is no thread now; the next turn tries again
+                NamedThread(target=self._run, name="kvxfer-keys").start()
+                self._reading = True
 
     def _run(self) -> None:
         try:
             self._security.refresh()
         finally:
+            self._read_over = True  # before the wake: the other thread looks then, and not when this one has ended
             self._wake()

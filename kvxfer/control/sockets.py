@@ -167,6 +167,7 @@ class ControlSockets:
 
         Return the connections from which something may have come.
         """
+        self._asleep = True  # before the keys and the inbox are looked at, so that a thread that fills them later wakes this thread
         for past in self._keys.turn(self._by_fd.values()):
             self._security.turned_away(past.host, gone := f"its key {past.key_id} is no longer in the key file")
             self._lose(past, gone)
@@ -174,7 +175,6 @@ class ControlSockets:
             seconds = min(seconds, REST_S)
             if clock.now() >= self._rests_until:
                 self._rest(None)
-        self._asleep = True  # before the inbox is checked, so that a thread that fills it later wakes this thread
         idle = not (self._inbox or self._ready or self._busy or self._more)
         events = self._epoll.poll(seconds if idle else 0, _EVENTS + len(self._beginning))
         self._asleep = False
