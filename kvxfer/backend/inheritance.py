@@ -7,9 +7,10 @@ that has one keeps a port or a connection open after this process has ended.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import suppress
+
+from kvxfer import clock
 
 __all__ = ["LOOK_S", "Uninherited"]
 
@@ -32,8 +33,8 @@ class Uninherited:
         self._next, self._wait = 0.0, LOOK_S[0]
 
     def look(self, now: float | None = None) -> None:
-        """Look for new sockets, unless that was done a moment ago. ``now`` is the time of ``time.monotonic``, if it is known."""
-        now = time.monotonic() if now is None else now
+        """Look for new sockets, unless that was done a moment ago. ``now`` is the time of ``kvxfer.clock``, if it is known."""
+        now = clock.now() if now is None else now
         if now < self._next:
             return
         for fd, name in _inheritable():

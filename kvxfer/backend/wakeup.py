@@ -12,6 +12,7 @@ import time
 from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 
+from kvxfer import clock
 from kvxfer.flag import Flag, closing
 
 __all__ = ["Timer", "Wakeup", "look_again"]
@@ -47,7 +48,7 @@ class Timer:
         return self._fd
 
     def at(self, due: float | None) -> None:
-        """Become readable at this time of ``time.monotonic``, which replaces the one set before; ``None`` for never.
+        """Become readable at this time of ``kvxfer.clock``, which replaces the one set before; ``None`` for never.
 
         Raises:
             OSError: The kernel refuses.
@@ -55,7 +56,7 @@ class Timer:
         if due == self._due:
             return
         self._due = due
-        left = 0 if due is None else max(1, int((due - time.monotonic()) * 1e9))
+        left = 0 if due is None else max(1, int((due - clock.now()) * 1e9))
         self._spec.value_s, self._spec.value_ns = divmod(left, 1_000_000_000)
         if _libc.timerfd_settime(self._fd, 0, self._at, None) < 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
@@ -100,7 +101,7 @@ class Wakeup:
     def rest(self, fd: int, seconds: float) -> None:
         """Do not wake for ``fd`` for these seconds: what it tells of cannot be done now."""
         self._epoll.modify(fd, 0)
-        self._resting[fd] = time.monotonic() + seconds
+        self._resting[fd] = clock.now() + seconds
         self.at(self._due)
 
     def set(self) -> None:
@@ -113,7 +114,7 @@ class Wakeup:
         if self._flag.fileno() in fired:
             self._flag.clear()
         if self._timer.fileno() in fired:
-            now = time.monotonic()
+            now = clock.now()
             for fd in [fd for fd, until in self._resting.items() if until <= now]:
                 del self._resting[fd]
                 self._epoll.modify(fd, select.EPOLLIN)
@@ -121,7 +122,7 @@ class Wakeup:
         return {self._keys[fd] for fd in fired if fd in self._keys}
 
     def at(self, due: float | None) -> None:
-        """Wake at this time of ``time.monotonic``, which replaces the one set before; ``None`` for never."""
+        """Wake at this time of ``kvxfer.clock``, which replaces the one set before; ``None`` for never."""
         self._due = due
         if self._resting:
             due = min(self._resting.values()) if due is None else min(due, *self._resting.values())

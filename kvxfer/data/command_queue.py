@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import select
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from kvxfer import clock
 from kvxfer.backend.wakeup import Timer
 from kvxfer.flag import Flag
 
@@ -41,7 +41,7 @@ class CommandQueue(Generic[C]):
             self._other = fd
         self._asleep = True  # before the queue is checked, so that a thread that adds a command later wakes this thread
         if not self._waiting:
-            self._timer.at(time.monotonic() + seconds)
+            self._timer.at(clock.now() + seconds)
             if any(ready == self._flag.fileno() for ready, _ in self._poller.poll()):
                 self._flag.clear()
         self._asleep = False

@@ -23,7 +23,7 @@ class PartProgress:
     """What was told last of how far parts have got. Used by the data thread only.
 
     Attributes:
-        due: When to look next, by ``clock.now``.
+        due: When to look next, by ``kvxfer.clock``.
     """
 
     def __init__(self, post: Callable[[Moving], None]) -> None:

@@ -163,7 +163,7 @@ class Staging:
     def wait(self, until: float) -> bool:
         """Block until the device has done all its work, which takes as long as one copy of the slots.
 
-        Stop waiting at this time of ``clock.now``. Return whether the device is done.
+        Stop waiting at this time of ``kvxfer.clock``. Return whether the device is done.
         """
         while self.work():
             if clock.now() >= until:

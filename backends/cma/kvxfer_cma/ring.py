@@ -17,12 +17,12 @@ import mmap
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import numpy as np
 
+from kvxfer import clock
 from kvxfer.backend.liveness import Liveness
 from kvxfer.backend.memories import Memories
 from kvxfer.backend.runs import split_long
@@ -138,10 +138,10 @@ class Asker:
         for slot in left:
             self.slots.wanted(slot)[0] = 0
         self.slots.settle()
-        until = time.monotonic() + COPYING_S
+        until = clock.now() + COPYING_S
         # One that stands still in the midst of a copy cannot be had back; it ends that slot whenever it goes on.
-        while any(self.slots.copying(slot)[0] for slot in left) and time.monotonic() < until:
-            time.sleep(0.0001)
+        while any(self.slots.copying(slot)[0] for slot in left) and clock.now() < until:
+            clock.wait(0.0001)
 
     def answered(self, answer: bytes) -> None:
         """Hand an answer to its batch, and take the slot back.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from kvxfer import clock
 from kvxfer.backend import Base, CopyPool, Liveness, LivenessLinks
 from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import PeerError, TransportError
@@ -123,11 +123,11 @@ class CmaTransport(Base[Endpoint, Link]):
         return 0 if copy is None else copy.moved()
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
-        until = time.monotonic() + BUDGET_S
+        until = clock.now() + BUDGET_S
         while True:
             heard = self._listen(readable)
             more = self._steps(until) or heard
-            if not more or time.monotonic() >= until:
+            if not more or clock.now() >= until:
                 break
             readable = self.wakeup.clear()
         if more:
@@ -161,7 +161,7 @@ class CmaTransport(Base[Endpoint, Link]):
         """Give copies a step each, one after the other, while there is time. True if any of them can go on at once."""
         more = False
         for job in list(self._copies):
-            if time.monotonic() >= until:
+            if clock.now() >= until:
                 return True
             copy = self._copies.pop(job)
             self._copies[job] = copy  # next time the others come first

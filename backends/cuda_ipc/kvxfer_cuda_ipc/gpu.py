@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer import clock
 from kvxfer.block_table import Ints
 from kvxfer.errors import TransportError
 from kvxfer_cuda_ipc.driver import NOT_READY, Context
@@ -135,7 +135,7 @@ class Gpu:
     def finished(self, until: float = 0.0) -> int:
         """Return the number of the last launch that is over; all before it are too.
 
-        Asks until this time of ``time.monotonic`` if none is.
+        Asks until this time of ``kvxfer.clock`` if none is.
 
         Raises:
             CudaError: , after which nothing can be done on this GPU any more.
@@ -146,7 +146,7 @@ class Gpu:
                 while self._under_way:
                     (error,) = self._api.cuEventQuery(self._under_way[0].end)
                     if error == NOT_READY:
-                        if self._finished == before and time.monotonic() < until:
+                        if self._finished == before and clock.now() < until:
                             continue
                         break
                     check("a copy on the GPU", (error,))
@@ -165,11 +165,11 @@ class Gpu:
         Raises:
             TransportError: It does not end.
         """
-        until = time.monotonic() + CLOSE_S
+        until = clock.now() + CLOSE_S
         while self.finished() < self._started:
-            if time.monotonic() > until:
+            if clock.now() > until:
                 raise TransportError(f"copies on GPU {self.context.ordinal} have not ended {CLOSE_S:g} s after closing")
-            time.sleep(0.0005)
+            clock.wait(0.0005)
         with self.context:
             self._made.close()
 

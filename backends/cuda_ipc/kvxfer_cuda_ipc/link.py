@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer import clock
 from kvxfer.backend import LinkBase, Liveness, LivenessLinks, Submitted
 from kvxfer.errors import KvxferError, PeerError
 from kvxfer.transport import Batch, Completion, Fence, PlanBatch
@@ -79,7 +79,7 @@ class Link(LinkBase[CopyJob]):
         return _event(job.after) is not None or super().may(job)
 
     def post(self, job: CopyJob) -> None:
-        job.begun = time.monotonic()
+        job.begun = clock.now()
         self._jobs[job] = None
         job.go_on()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from typing import Any
 
+from kvxfer import clock
 from kvxfer.backend import Base, LivenessLinks, Memories
 from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.errors import TransportError
@@ -211,7 +211,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
 
     def _sleep(self) -> None:
         """Say when to poll next: shortly before a batch should be over, ever less often if it is late."""
-        now, due = time.monotonic(), None
+        now, due = clock.now(), None
         for job in self._jobs:
             if job.last:
                 end = self._expected(job)
@@ -227,7 +227,7 @@ class CudaIpcTransport(Base[Endpoint, Link]):
 
     def _patience(self) -> float:
         """Until when to wait for what is over almost now: a timer could not wake us in time for it."""
-        now = time.monotonic()
+        now = clock.now()
         for job in self._jobs:
             if job.last and abs(now - self._expected(job)) < EARLY_S:
                 return now + 2 * EARLY_S

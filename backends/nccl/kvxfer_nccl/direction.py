@@ -6,12 +6,12 @@ error: it raises ``Broken`` and the link ends.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvxfer import clock
 from kvxfer.backend import Submitted
 from kvxfer.failures import FailureKind
 from kvxfer.transport.contract import Verb
@@ -116,7 +116,7 @@ class Direction:
         self.waiting.append(post)
 
     def step(self, now: float) -> float | None:
-        """Go on as far as may be; return when to be called again, at the latest, by ``time.monotonic``.
+        """Go on as far as may be; return when to be called again, at the latest, by ``kvxfer.clock``.
 
         Raises:
             Broken: The direction is of no more use.
@@ -171,7 +171,7 @@ class Direction:
             return
         if self.opening.done and (self.joined or self.opening.error is not None):
             error, self.opening = self.opening.error, None
-            self.moved = time.monotonic()
+            self.moved = clock.now()
             if error is not None:
                 raise Broken(f"a communicator could not be made: {error}", f"it could not make one: {error}", OURS)
         elif self.opening.age > self.tools.options.init_timeout_s:

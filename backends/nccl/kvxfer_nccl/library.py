@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from kvxfer import clock
 from kvxfer.errors import TransportError
 from kvxfer.memory.fence import Events
 from kvxfer.transport.contract import Fence
@@ -72,7 +72,7 @@ class NcclPipe:
             while not mark.passed():
                 if self._aborted:
                     raise TransportError("the communicator was aborted")
-                time.sleep(TICK_S)
+                clock.wait(TICK_S)
         except TransportError:
             raise
         except Exception as e:
@@ -126,7 +126,7 @@ class NcclPipe:
                 if self._fences[0].passed():
                     self._fences.popleft()
                 else:
-                    time.sleep(TICK_S)
+                    clock.wait(TICK_S)
             comm.abort()
             self._stream.synchronize()
             self._owned.close()

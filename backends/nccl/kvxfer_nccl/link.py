@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
+from kvxfer import clock
 from kvxfer.backend import LinkBase
 from kvxfer.backend.wakeup import Wakeup
 from kvxfer.errors import KvxferError, PeerError, TransportError
@@ -104,7 +104,7 @@ class Link(LinkBase[Post]):
         return True
 
     def post(self, post: Post) -> None:
-        self.direction(post.verb).post(post, time.monotonic())
+        self.direction(post.verb).post(post, clock.now())
 
     def accept(self, channel: Channel) -> None:
         """Take a connection whose Greeting named this link."""
@@ -145,7 +145,7 @@ class Link(LinkBase[Post]):
         return min((d for d in due if d is not None), default=None)
 
     def left(self, until: float) -> bool:
-        """Go on with the goodbye of an ended link, until a time of ``time.monotonic`` at the most; whether it is over."""
+        """Go on with the goodbye of an ended link, until a time of ``kvxfer.clock`` at the most; whether it is over."""
         return self._leave_by is None or self._leave(min(until, self._leave_by)) is None
 
     def wait(self, until: float) -> bool:
@@ -229,13 +229,13 @@ class Link(LinkBase[Post]):
         if self._dialling is not None:
             self._dialling.abandon(lambda sock: sock.close())
             self._dialling = None
-        self._sender.finish(time.monotonic())
+        self._sender.finish(clock.now())
         for direction in (self._sender, self._receiver):
             untouched, touched, burial = direction.give_up()
             for post in untouched:
                 self.end(post, cause)
             self._touched += [(post, burial) for post in touched]
-        self._leave_by = time.monotonic() + self._options.init_timeout_s
+        self._leave_by = clock.now() + self._options.init_timeout_s
         self._leave(self._leave_by)
         self._wake()
 
@@ -247,7 +247,7 @@ class Link(LinkBase[Post]):
         try:
             self._hear_out()
             left = [self._sender.leave(), self._receiver.leave()]
-            if self._channel is not None and not all(left) and time.monotonic() < until:
+            if self._channel is not None and not all(left) and clock.now() < until:
                 return until
         except Exception as e:  # there is nothing to wait for, or nobody
             log.debug("the talk with %s ended early: %s", self.theirs, e)
@@ -293,7 +293,7 @@ class Link(LinkBase[Post]):
             left = self._options.abort_timeout_s - burial.age
             if left > 0 and not burial.done:
                 self._touched.append((post, burial))
-                due.append(time.monotonic() + left + 0.001)
+                due.append(clock.now() + left + 0.001)
                 continue
             self.end(post, cause, quiet=False)
             self._stuck.append((post, burial))

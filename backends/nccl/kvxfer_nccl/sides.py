@@ -24,9 +24,9 @@ receiver knows by the first word that it receives, the sender by ``Opened(n)``. 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
+from kvxfer import clock
 from kvxfer.transport.contract import Verb
 from kvxfer_nccl.direction import OURS, Broken, Direction, Post, Tools
 from kvxfer_nccl.tasks import Task
@@ -155,7 +155,7 @@ class Receiver(Direction):
         if not self._retiring or n != self.n:
             raise ValueError(f"it answers about communicator {n}, about which nobody asked")
         self._retiring = False
-        self.moved = time.monotonic()
+        self.moved = clock.now()
         if not keep:
             self._asking = False
             self.drop()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+from kvxfer import clock
 from kvxfer.threads import NamedThread
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Task(Generic[T]):
         self._value: T | None = None
         self.error: Exception | None = None
         self.done = False
-        self._begun = time.monotonic()
+        self._begun = clock.now()
         self._over = threading.Event()
         _Worker.do(self._run)
 
@@ -89,11 +89,11 @@ class Task(Generic[T]):
 
     @property
     def age(self) -> float:
-        return time.monotonic() - self._begun
+        return clock.now() - self._begun
 
     def wait(self, until: float) -> bool:
-        """Block until it is over, or until a time of ``time.monotonic``; whether it then is, and did not raise."""
-        self._over.wait(max(0.0, until - time.monotonic()))
+        """Block until it is over, or until a time of ``kvxfer.clock``; whether it then is, and did not raise."""
+        self._over.wait(max(0.0, until - clock.now()))
         return self.well
 
     def abandon(self, unwanted: Callable[[T], None]) -> None:

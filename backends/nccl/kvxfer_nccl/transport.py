@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from kvxfer import clock
 from kvxfer.backend import Base
 from kvxfer.backend.door import accept, listen
 from kvxfer.backend.endpoint import new_token
@@ -177,7 +177,7 @@ class NcclTransport(Base[Endpoint, Link]):
     def start(self, number: int, link: Link, batch: Batch, after: Fence | None) -> None:
         runs = self.memories.runs(batch.local, batch.local_offsets, batch.lengths)
         link.submit(Post(number, after, batch.verb, batch.stream, runs, sum(n for _, n in runs)))
-        self._step(batch.peer, time.monotonic())  # at once: a caller that submits several must not delay the first
+        self._step(batch.peer, clock.now())  # at once: a caller that submits several must not delay the first
         self._arm()
 
     def stop(self, number: int, link: Link) -> None:
@@ -190,7 +190,7 @@ class NcclTransport(Base[Endpoint, Link]):
         return link.direction(post.verb).bytes_moved(post)
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
-        now = time.monotonic()
+        now = clock.now()
         hot = {key for key in readable if isinstance(key, int)}
         while self._woken:
             hot.add(self._woken.popleft())
@@ -209,10 +209,10 @@ class NcclTransport(Base[Endpoint, Link]):
         for link in links:
             link.cut(TransportError("the transport was closed on this side"), "the other side shut down")
         # A peer with which a communicator is being made may say nothing more. That must leave time for the aborts.
-        now, most = time.monotonic(), self._options.abort_timeout_s
+        now, most = clock.now(), self._options.abort_timeout_s
         leaving, until = links, now + most
         while leaving := [link for link in leaving if not link.left(now + most / 2)]:
-            time.sleep(LEAVE_S)
+            clock.wait(LEAVE_S)
         left = [link for link in links if not link.wait(until)]
         for channel in [*(c for c, _ in self._strangers.values()), *(c for c, _ in self._early.values())]:
             channel.close()

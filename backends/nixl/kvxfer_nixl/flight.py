@@ -6,7 +6,6 @@ bounded time. A handle is released only when NIXL says that it is over: a releas
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvxfer import clock
 from kvxfer.backend import CopyPool, look_again
 from kvxfer.backend.runs import split_long
 from kvxfer.block_table import Ints
@@ -71,7 +71,7 @@ class Flight:
         self._start = 0
         self._handles: dict[int, slice] = {}  # with the rows of each piece
         self._moved = 0
-        self._posted = time.monotonic()  # the last time; at first, when the batch was started
+        self._posted = clock.now()  # the last time; at first, when the batch was started
         self._error: TransportError | None = None
         self._earliest, self._latest = 0.0, 0.0
 
@@ -147,7 +147,7 @@ class Flight:
 
     def _post(self, until: float) -> None:
         on_host = not (self._local[0] or self._remote[0])
-        while self._cuts and len(self._handles) < WINDOW and self._error is None and time.monotonic() < until:
+        while self._cuts and len(self._handles) < WINDOW and self._error is None and clock.now() < until:
             at_once = min(len(self._cuts), WINDOW - len(self._handles), self._pool.size if on_host else 1)
             posted = [_Posted(self._next()) for _ in range(at_once)]
             try:
@@ -173,16 +173,16 @@ class Flight:
         here, there = ((kind, table[result.rows]) for kind, table in (self._local, self._remote))
         try:
             result.handle = peer.agent.prepare(self._operation, here, there, peer.name)
-            began = time.monotonic()
+            began = clock.now()
             result.done = peer.agent.post(result.handle)
-            took = time.monotonic() - began
+            took = clock.now() - began
             if (here[0] or there[0]) and (nbytes := int(here[1][:, 1].sum())) >= COPIED_BYTES:
                 peer.copies = took > nbytes * COPIED_S
         except TransportError as e:
             result.error = e
 
     def _take_in(self, results: list[_Posted]) -> None:
-        self._posted = time.monotonic()
+        self._posted = clock.now()
         for r in results:
             if r.handle is None:
                 if r.error is not None:
@@ -212,7 +212,7 @@ class Flight:
         """
         self._peer.agent.release(handle)
         self._peer.error = self._peer.error or error
-        now = time.monotonic()
+        now = clock.now()
         self.give_up(str(error), now, error)
         self._earliest = now + SETTLE_S
 

@@ -12,10 +12,10 @@ be closed (``rest.py``).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from kvxfer import clock
 from kvxfer.backend import Liveness
 from kvxfer.backend.introduction import Introduction
 from kvxfer.errors import KvxferError, PeerError, TransportError
@@ -114,7 +114,7 @@ class Link:
         self.peer: Peer | None = None
         self._greeted = False
         self._broken: PeerError | None = None
-        self.began = time.monotonic()
+        self.began = clock.now()
         self._again_s = GREET_AGAIN_S if liveness is None else math.inf
         self._greet_at = self.began + self._again_s
         self._settle()

@@ -8,9 +8,10 @@ destroys the agent waits for it with the interpreter's lock in hand, and no thre
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Collection
 from pathlib import Path
+
+from kvxfer import clock
 
 LOOK_S = 0.001
 RESTS = 3
@@ -25,10 +26,10 @@ def threads() -> frozenset[str]:
 
 def come_to_rest(some: Collection[str], within_s: float) -> bool:
     """Wait until each of these threads has rested, or has ended; return whether that is so within ``within_s`` seconds."""
-    until = time.monotonic() + within_s
+    until = clock.now() + within_s
     left = dict.fromkeys(some, RESTS)
-    while left and time.monotonic() < until:
-        time.sleep(LOOK_S)
+    while left and clock.now() < until:
+        clock.wait(LOOK_S)
         states = {t: _state(t) for t in left}
         left = {t: n for t, looks in left.items() if states[t] and (n := looks - (states[t] == "S"))}
     return not left

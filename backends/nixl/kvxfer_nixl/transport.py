@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, suppress
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from kvxfer import clock
 from kvxfer.backend import Base, CopyPool, Liveness, LivenessLinks, ucx
 from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
@@ -232,12 +232,12 @@ class NixlTransport(Base[Endpoint, Link]):
         flight = Flight(number, operation, link, local, remote, after, self._pool)
         self._flights[number] = flight
         self._listen()
-        now = time.monotonic()
+        now = clock.now()
         self._advance(flight, now)
         self._schedule(now)
 
     def stop(self, number: int, link: Link) -> None:
-        self._flights[number].give_up("it was aborted", time.monotonic())
+        self._flights[number].give_up("it was aborted", clock.now())
 
     def batch_moved(self, number: int, link: Link) -> int:
         return self._flights[number].moved()
@@ -248,7 +248,7 @@ class NixlTransport(Base[Endpoint, Link]):
             if link.peer is None or link.liveness in readable:
                 _ = link.broken  # takes in what the peer has said
         self._listen()
-        now = time.monotonic()
+        now = clock.now()
         self._uninherited.look(now)
         for flight in list(self._flights.values()):
             self._advance(flight, now)
@@ -263,9 +263,9 @@ class NixlTransport(Base[Endpoint, Link]):
         for link in self.links.values():
             link.close("this side has closed its back end")
         going = [*self._flights.values(), *self._lingering]
-        until = time.monotonic() + DRAIN_S
-        while time.monotonic() < until and (going := [f for f in going if f.linger()]):
-            time.sleep(0.0005)
+        until = clock.now() + DRAIN_S
+        while clock.now() < until and (going := [f for f in going if f.linger()]):
+            clock.wait(0.0005)
         for flight in going:
             flight.drop()
         self._pool.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from kvxfer import clock
 from kvxfer.backend.door import accept, listen
 from kvxfer.backend.endpoint import TOKEN_BYTES
 from kvxfer.backend.wakeup import Wakeup
@@ -54,7 +54,7 @@ class Door:
                 continue  # that one has gone again
             if len(self._strangers) >= STRANGERS:
                 self.turn_away(next(iter(self._strangers)))
-            self._strangers[_Stranger(self._loop, opened, self)] = time.monotonic() + self._options.connect_timeout_s
+            self._strangers[_Stranger(self._loop, opened, self)] = clock.now() + self._options.connect_timeout_s
 
     def expire(self, now: float) -> None:
         """Turn those away who have shown no token in time."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import select
 import socket
-import time
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any
 
+from kvxfer import clock
 from kvxfer.backend.base import Base
 from kvxfer.backend.endpoint import check_encryption, new_token
 from kvxfer.errors import TransportError
@@ -122,7 +122,7 @@ class TcpTransport(Base[Endpoint, Link]):
         return link.moved(link.flights[number])
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
-        now = time.monotonic()
+        now = clock.now()
         if "door" in readable:
             self._door.accept(self.wakeup)
         self._turns(now + TURN_S)
@@ -177,7 +177,7 @@ class TcpTransport(Base[Endpoint, Link]):
                         hot[connection] = None  # behind all others
                 except (OSError, Violation) as e:
                     connection.lost(e)
-                if time.monotonic() >= until:
+                if clock.now() >= until:
                     return
 
     def _admit(self, token: bytes, opened: socket.socket, number: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
+from kvxfer import clock
 from kvxfer.errors import PeerError, TransportError
 from kvxfer_ucx.library import Library
 from kvxfer_ucx.messages import Messages, News, Posted
@@ -79,7 +79,7 @@ class Connection:
         step, moved = self._worker.progress_once, False
         while step():
             moved = True
-            if time.monotonic() > until:
+            if clock.now() > until:
                 break
         return moved
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import math
 import secrets
-import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
+from kvxfer import clock
 from kvxfer.backend import Base, Liveness, LivenessLinks, ucx
 from kvxfer.backend.endpoint import new_token
 from kvxfer.backend.inheritance import Uninherited
@@ -209,31 +209,31 @@ class UcxTransport(Base[Endpoint, Link]):
     def advance(self, readable: AbstractSet[Hashable]) -> None:
         self._liveness.handle(readable)
         self._awake.update(c for c in readable if isinstance(c, Connection))
-        start = time.monotonic()
+        start = clock.now()
         self._uninherited.look(start)
         self._step(start)
-        now = spun = time.monotonic()
+        now = spun = clock.now()
         asleep = watching = False
         while not (asleep or watching or self.completions) and now < start + SLICE_S:
             if self._progress(start + SLICE_S):
-                self._moved = spun = time.monotonic()
+                self._moved = spun = clock.now()
                 if self._news.arrived or self._unsettled:
                     self._step(spun)
-            now = time.monotonic()
+            now = clock.now()
             if now >= spun + SPIN_S or not (self._busy and self._on_host):
                 watching = self._busy and not self._on_host and now < self._moved + WATCH_S
                 # From here on the descriptors report; one is not armed if something came in meanwhile.
                 asleep = not watching and self._arm()
         if not asleep and not watching:
             self.wakeup.set()
-        now = time.monotonic()
+        now = clock.now()
         due = min([link.due() for link in [*self.links.values(), *self._ending]], default=math.inf)
         if watching:
             due = min(due, now + WATCH_EVERY_S)
         self.wakeup.at(None if due == math.inf else due)
 
     def shut_down(self) -> None:
-        now = time.monotonic()
+        now = clock.now()
         for link in self.links.values():
             link.cut(TransportError("the transport was closed on this side"))
         self._ending += self.links.values()
@@ -242,9 +242,9 @@ class UcxTransport(Base[Endpoint, Link]):
             if connection is not None:
                 connection.destroy()
         self._connections.clear()
-        while self._ending and time.monotonic() < now + CLOSE_S:
-            self._step(time.monotonic())
-            self._progress(time.monotonic() + SLICE_S)
+        while self._ending and clock.now() < now + CLOSE_S:
+            self._step(clock.now())
+            self._progress(clock.now() + SLICE_S)
         if self._ending:
             _log.warning("%s: UCX did not let go of %d links in %g s", self.agent, len(self._ending), CLOSE_S)
             _kept.extend([*self._ending, self._host, self._network])

@@ -6,13 +6,13 @@ queues is bounded whatever either side does. Streams are independent of each oth
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
 
+from kvxfer import clock
 from kvxfer.backend import LinkBase, Submitted
 from kvxfer.errors import KvxferError, PeerError
 from kvxfer.transport.contract import Completion, Verb
@@ -173,7 +173,7 @@ class Link(LinkBase[Half]):
         self._connection.close()
         for half in [*self._sends.values(), *self._recvs.values()]:
             self._fail(half, cause)
-        self._retire(time.monotonic())
+        self._retire(clock.now())
 
     # What the peer says
 
@@ -272,7 +272,7 @@ class Link(LinkBase[Half]):
                 self._connection.say(*self._control.popleft())
             elif not self._send_frame():
                 return False
-            elif time.monotonic() > until:
+            elif clock.now() > until:
                 return True
 
     def _send_frame(self) -> bool:
@@ -306,7 +306,7 @@ class Link(LinkBase[Half]):
     def _fail(self, half: Half, cause: KvxferError) -> None:
         self._forget(half)
         if half.held():
-            self._retiring[half] = cause, time.monotonic() + RETIRE_S
+            self._retiring[half] = cause, clock.now() + RETIRE_S
         else:
             self.end(half, cause)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import zmq
 
+from kvxfer import clock
 from kvxfer.backend import Base
 from kvxfer.backend.endpoint import check_encryption, new_token
 from kvxfer.errors import TransportError
@@ -115,10 +115,10 @@ class ZmqTransport(Base[Endpoint, Link]):
         link.abort(number)
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
-        now = time.monotonic()
+        now = clock.now()
         self._admit()
         self._receive(now + TURN_S)
-        until, again = time.monotonic() + TURN_S, False
+        until, again = clock.now() + TURN_S, False
         for number, link in list(self._open.items()):
             if number in readable or link.talks or link.retires:
                 again |= link.advance(now, until)
@@ -182,7 +182,7 @@ class ZmqTransport(Base[Endpoint, Link]):
 
     def _receive(self, until: float) -> None:
         """Hand what has arrived to its links. Strangers are told that nobody knows them, and forgotten."""
-        while time.monotonic() < until and (frames := receive(self._inbox)):
+        while clock.now() < until and (frames := receive(self._inbox)):
             tokens = split_routing_id(frames[0].bytes)
             if tokens is None:
                 continue  # a stranger

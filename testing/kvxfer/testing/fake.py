@@ -13,7 +13,6 @@ Without the option ``network``, all fakes of the process share one.
 from __future__ import annotations
 
 import random
-import time
 import uuid
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from kvxfer import clock
 from kvxfer.backend import Base, EndpointBase
 from kvxfer.backend.base import ONE_SIDED
 from kvxfer.errors import ConfigError, TransportError
@@ -153,7 +153,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
             remote = np.asarray(batch.remote_offsets, np.int64)
         addresses = self.memories.addresses(batch.local, batch.local_offsets, lengths)
         with self._net.lock:
-            due = time.monotonic() + self._options["delay_s"] + self._net.delay_s
+            due = clock.now() + self._options["delay_s"] + self._net.delay_s
             post = PendingBatch(number, batch, link, addresses, remote, lengths, after, due, self._fate(batch.verb))
             link.posts.append(post)
             if link.broken is not None:
@@ -174,7 +174,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
                 self._abort(post)
 
     def advance(self, readable: AbstractSet[Hashable]) -> None:
-        looked = time.monotonic()
+        looked = clock.now()
         for side in list(self.links.values()):
             self._net.advance(side)
         for number in self._net.settled(self):
@@ -239,7 +239,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
             self._net.cut(side.other, f"{self.agent!r} aborted the link")
 
     def _next_look(self, looked: float) -> float | None:
-        """Return when to look again, on the monotonic clock: at the end of a delay, or when a fence is to be checked.
+        """Return when to look again, by ``kvxfer.clock``: at the end of a delay, or when a fence is to be checked.
 
         A batch that was not ready at ``looked`` may have become so since, without having been moved.
         """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
@@ -19,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from kvxfer import memory
+from kvxfer import clock, memory
 from kvxfer.backend.options import BackendOptions
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.testing.wrapper import Wrapper
@@ -72,12 +71,12 @@ class _Gate:
     @property
     def left_s(self) -> float:
         """The seconds that are left; infinite if the other fence has not passed."""
-        return math.inf if self._due is None else max(self._due - time.monotonic(), 0.0)
+        return math.inf if self._due is None else max(self._due - clock.now(), 0.0)
 
     def passed(self) -> bool:
         if self._due is None and (self._after is None or self._after.passed()):
             self._due = self._ask()
-        return self._due is not None and time.monotonic() >= self._due
+        return self._due is not None and clock.now() >= self._due
 
 
 class Faulty(Wrapper):
@@ -120,7 +119,7 @@ class Faulty(Wrapper):
         if lost or failed:
             after = _Gate(after, lambda: math.inf)
         elif self._options.delay_s or self._options.bytes_per_s:
-            soonest = time.monotonic() + self._options.delay_s
+            soonest = clock.now() + self._options.delay_s
             after = _Gate(after, lambda: max(soonest, self._sent(batch)))
         number = self.inner.submit(batch, after)
         self._running[number] = batch
@@ -142,7 +141,7 @@ class Faulty(Wrapper):
         """Return when the link will have moved this batch as well; of SEND and RECV, only the SEND uses the link."""
         if self._options.bytes_per_s is None or batch.verb is Verb.RECV:
             return 0.0
-        self._free = max(self._free, time.monotonic()) + batch.nbytes / self._options.bytes_per_s
+        self._free = max(self._free, clock.now()) + batch.nbytes / self._options.bytes_per_s
         return self._free
 
     def poll(self) -> list[Completion | Quieted]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
+from kvxfer import clock
 from kvxfer.backend.base import ONE_SIDED
 from kvxfer.backend.memories import Memories
 from kvxfer.block_table import Ints
@@ -49,7 +49,7 @@ class PendingBatch:
     remote: Ints | None  # offset of each run at the peer, for one-sided verbs
     lengths: Ints
     after: Fence | None  # to wait for, until it is found to have passed
-    due: float  # when it may begin, on the monotonic clock
+    due: float  # when it may begin, by ``kvxfer.clock``
     fate: Fault | None
     # ended for its owner; it keeps its place in the stream, so that the other half meets it and fails
     withdrawn: bool = False
@@ -83,7 +83,7 @@ class LinkEnd:
 
 @dataclass
 class LateBytes:
-    """Bytes that may still move for a batch that has failed already, until ``quiet_at`` on the monotonic clock."""
+    """Bytes that may still move for a batch that has failed already, until ``quiet_at`` by ``kvxfer.clock``."""
 
     side: LinkEnd
     number: int
@@ -186,13 +186,13 @@ class Network:
 
     def settled(self, member: NetworkMember) -> list[int]:
         """Return the failed batches of a member that have become quiet by now."""
-        now = time.monotonic()
+        now = clock.now()
         over = [late for late in self._late if late.side.owner is member and late.quiet_at <= now]
         self._late = [late for late in self._late if late not in over]
         return [late.number for late in over]
 
     def settling(self, member: NetworkMember) -> list[float]:
-        """Return when failed batches of a member will be quiet, on the monotonic clock."""
+        """Return when failed batches of a member will be quiet, by ``kvxfer.clock``."""
         return [late.quiet_at for late in self._late if late.side.owner is member]
 
     def fate(self, verb: Verb) -> Fault | None:
@@ -200,7 +200,7 @@ class Network:
         return self._faults.pop(0) if self._faults and verb is not Verb.RECV else None
 
     def advance(self, side: LinkEnd) -> None:
-        other, now = side.other, time.monotonic()
+        other, now = side.other, clock.now()
         if other is None or side.broken or other.owner.stopped or other.owner.dead:
             return
         for post in [p for p in side.posts if p.batch.verb in ONE_SIDED and p.ready(now) and p.fate != "lose"]:
@@ -235,7 +235,7 @@ class Network:
         scope = post.side.owner.capabilities.quiet
         quiet = scope == "batch" or (scope == "peer_close" and closing)
         if scope == "later":
-            self._late.append(self._bytes_of(post, time.monotonic() + post.side.owner.quiet_s))
+            self._late.append(self._bytes_of(post, clock.now() + post.side.owner.quiet_s))
         what = f"{post.batch.verb} of {post.batch.nbytes} bytes with {post.side.peer_agent!r} failed"
         self._finish(post, Completion(post.number, PeerError(f"{what}: {why}"), quiet))
 
