@@ -24,7 +24,6 @@ from kvxfer_vllm.demo.servers import (
     ended_together,
     free_port,
 )
-from tests.conftest import require
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
 from tests.e2e.models import EXACT_POSITIONS, write_recurrent, write_window
@@ -68,16 +67,15 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 @pytest.fixture(scope="module")
-def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Both ways between prefill and decode, under NixlConnector's name and settings at one of them; and vLLM's default policy."""
-    require("vllm")
     logs = tmp_path_factory.mktemp("conversations")
     with ended_together() as begun:
         traced = connector("kv_both", {**SETTINGS, "trace": str(logs / TRACE)})
-        for name, transfer in (("plain", None), ("prefill", traced), ("decode", NIXL)):
+        for name, transfer in (("prefill", traced), ("decode", NIXL)):
             begun.append(Forked(name, model, logs, transfer, FLAGS))
         await_ready(begun, 300)
-        yield Cluster(*begun)
+        yield Cluster(cluster.plain, *begun)
 
 
 def converse(cluster: Cluster, schema: str, seed: int, turns: int = 5) -> None:

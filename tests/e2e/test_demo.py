@@ -25,10 +25,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 KVXFER = str(Path(sys.executable).parent / "kvxfer")
 
 
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([KVXFER, "demo", "--json", *arguments], capture_output=True, text=True, timeout=400)
-
-
 AFRESH = dict.fromkeys(("plain", "prefill", "decode"), Server)
 
 
@@ -99,8 +95,8 @@ def test_a_server_is_waited_for_while_its_log_grows(tmp_path: Path) -> None:
 )
 def test_settings_that_make_no_sense_are_refused_at_once(config: str, word: str) -> None:
     require("vllm")
-    result = demo("--config", config)
-    assert (result.returncode, result.stdout) == (1, "")
+    result = CliRunner().invoke(build(), ["demo", "--json", "--config", config])
+    assert (result.exit_code, result.stdout) == (1, "") and isinstance(result.exception, SystemExit)
     assert word in result.stderr and "Starting" not in result.stderr and "Traceback" not in result.stderr
 
 

@@ -1,9 +1,11 @@
-"""What must go wrong does, visibly: a spoilt cache changes the output, and a dead prefill server costs its requests
-and nothing else."""
+"""What must go wrong does, visibly: a spoilt cache changes the output, a dead prefill server costs its requests and nothing else,
+and one that is asked to stop keeps what it has promised."""
 
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,55 +40,106 @@ def test_the_demo_fails_if_a_block_of_one_layer_is_zeroed(tmp_path: Path, monkey
 
 
 DEADLINE_S = 15.0  # with a dozen processes on two cores, a thread that may run has been seen to wait for seconds
+SHUTDOWN_S = 20
+OVER_ZMQ = {"inner": "zmq"}
+"""In which the producer takes part, so that its delay counts."""
+CONFIG: dict[str, Any] = {
+    "transfer_timeout": DEADLINE_S,
+    "peer_timeout": 5.0,
+    "backend": "kvxfer.testing.faults:Faulty",
+    "backend_options": OVER_ZMQ,
+}
+SLOW = {**CONFIG, "backend_options": {**OVER_ZMQ, "delay_s": 300.0}}
 
 
-def test_a_killed_prefill_server_costs_only_its_requests(cluster: Cluster, model: Path, tmp_path: Path) -> None:
-    """Killed while its KV is on the way: both policies answer in time, later requests for what it held fare alike, and its
-    successor is found without a restart of the decode servers."""
-    config = {"transfer_timeout": DEADLINE_S, "peer_timeout": 5.0, "backend": "kvxfer.testing.faults:Faulty"}
-    config["backend_options"] = {"inner": "zmq"}  # in which the producer takes part, so that its delay counts
-    slow = {**config, "backend_options": {"inner": "zmq", "delay_s": 300.0}}
+@dataclass(frozen=True)
+class Servers:
+    """Of those that prefill ``mortal`` delays its KV without end, and ``patient`` has time to shut down; of those that decode each
+    has a policy of what becomes of requests whose loads fail."""
+
+    mortal: Server
+    patient: Server
+    hasty: Server
+    failing: Server
+    recomputing: Server
+
+
+@pytest.fixture(scope="module")
+def at(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    logs = tmp_path_factory.mktemp("faults")
     with ended_together() as begun:
 
-        def start(name: str, role: str, config: dict[str, Any], **policy: str) -> Server:
-            server = Forked(name, model, tmp_path, {**connector(role, config), **policy})
-            begun.append(server)
-            return server
+        def start(name: str, role: str, config: dict[str, Any], *flags: str, **policy: str) -> Server:
+            begun.append(Forked(name, model, logs, {**connector(role, config), **policy}, flags))
+            return begun[-1]
 
-        mortal = start("mortal", "kv_producer", slow)
-        failing = start("failing", "kv_consumer", config, kv_load_failure_policy="fail")
-        recomputing = start("recomputing", "kv_consumer", config, kv_load_failure_policy="recompute")
-        await_ready([mortal, failing, recomputing], 300)
+        started = Servers(
+            mortal=start("mortal", "kv_producer", SLOW),
+            patient=start("patient", "kv_producer", CONFIG, "--shutdown-timeout", str(SHUTDOWN_S)),
+            hasty=start("hasty", "kv_producer", CONFIG),
+            failing=start("failing", "kv_consumer", CONFIG, kv_load_failure_policy="fail"),
+            recomputing=start("recomputing", "kv_consumer", CONFIG, kv_load_failure_policy="recompute"),
+        )
+        await_ready(begun, 300)
+        yield started
 
-        prompt = "this prompt outlives the server that computed it, " * 3
-        prompts = [f"{prompt}{n}" for n in range(4)]
-        expected = [complete(cluster.plain, text, 16).tokens for text in prompts]
-        offers = [complete(mortal, text, 1, PREFILL_PARAMS).kv_transfer_params for text in prompts]
 
-        def ask(server: Server, n: int) -> tuple[list[int] | ServerError, float]:
-            try:
-                return complete(server, prompts[n], 16, offers[n]).tokens, time.monotonic()
-            except ServerError as error:
-                return error, time.monotonic()
+def test_a_killed_prefill_server_costs_only_its_requests(cluster: Cluster, at: Servers) -> None:
+    """Killed while its KV is on the way: both policies answer in time, later requests for what it held fare alike, and another
+    is found without a restart of the decode servers."""
+    prompt = "this prompt outlives the server that computed it, " * 3
+    prompts = [f"{prompt}{n}" for n in range(4)]
+    expected = [complete(cluster.plain, text, 16).tokens for text in prompts]
+    offers = [complete(at.mortal, text, 1, PREFILL_PARAMS).kv_transfer_params for text in prompts]
 
-        with ThreadPoolExecutor(2) as clients:
-            asked = [clients.submit(ask, server, n) for n, server in enumerate((failing, recomputing))]
-            time.sleep(1.5)
-            assert not any(answer.done() for answer in asked), "nothing was on its way when the server was killed"
-            mortal.kill()
-            killed = time.monotonic()
-            (failed, failed_at), (recomputed, recomputed_at) = (answer.result() for answer in asked)
-        assert isinstance(failed, ServerError) and "answered 500" in str(failed)  # and did not go on with wrong bytes
-        assert recomputed == expected[1]
-        assert max(failed_at, recomputed_at) - killed < 2 * DEADLINE_S
+    def ask(server: Server, n: int) -> tuple[list[int] | ServerError, float]:
+        try:
+            return complete(server, prompts[n], 16, offers[n]).tokens, time.monotonic()
+        except ServerError as error:
+            return error, time.monotonic()
 
-        dead, _ = ask(failing, 2)
-        assert isinstance(dead, ServerError) and "answered 500" in str(dead)
-        assert ask(recomputing, 3)[0] == expected[3]
+    with ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(ask, server, n) for n, server in enumerate((at.failing, at.recomputing))]
+        time.sleep(1.5)
+        assert not any(answer.done() for answer in asked), "nothing was on its way when the server was killed"
+        at.mortal.kill()
+        killed = time.monotonic()
+        (failed, failed_at), (recomputed, recomputed_at) = (answer.result() for answer in asked)
+    assert isinstance(failed, ServerError) and "answered 500" in str(failed)  # and did not go on with wrong bytes
+    assert recomputed == expected[1]
+    assert max(failed_at, recomputed_at) - killed < 2 * DEADLINE_S
 
-        successor = start("successor", "kv_producer", config)
-        await_ready([successor], 300)
-        for server, n in ((failing, 0), (recomputing, 2)):
-            before = received(server)
-            assert prefill_then_decode(successor, server, prompts[n], 16).tokens == expected[n]
-            assert (received(server) - before).tokens > 0
+    dead, _ = ask(at.failing, 2)
+    assert isinstance(dead, ServerError) and "answered 500" in str(dead)
+    assert ask(at.recomputing, 3)[0] == expected[3]
+
+    for server, n in ((at.failing, 0), (at.recomputing, 2)):
+        before = received(server)
+        assert prefill_then_decode(at.patient, server, prompts[n], 16).tokens == expected[n]
+        assert (received(server) - before).tokens > 0
+
+
+def test_a_prefill_server_that_is_asked_to_stop(cluster: Cluster, at: Servers) -> None:
+    """It gets SIGTERM: what it has promised is fetched before it ends, or fails at once and is computed elsewhere.
+
+    The last test of this module: these servers are gone then.
+    """
+    prompt = "a prompt that outlives the server that has computed it, " * 3
+    prompts = [f"{prompt}{n}" for n in range(3)]
+    expected = [complete(cluster.plain, text, 8).tokens for text in prompts]
+    params = [complete(at.patient, text, 1, PREFILL_PARAMS).kv_transfer_params for text in prompts[:2]]
+    params.append(complete(at.hasty, prompts[2], 1, PREFILL_PARAMS).kv_transfer_params)
+
+    before = received(at.recomputing)
+    at.patient.ask_to_stop()
+    at.hasty.ask_to_stop()
+    time.sleep(2)
+    assert complete(at.recomputing, prompts[0], 8, params[0]).tokens == expected[0]
+    assert complete(at.recomputing, prompts[1], 8, params[1]).tokens == expected[1]
+    found = received(at.recomputing) - before
+    assert found.failed == 0 and found.tokens > 0
+    assert at.patient.ended(SHUTDOWN_S / 2), "nothing is left to wait for"
+
+    began = time.monotonic()
+    assert complete(at.recomputing, prompts[2], 8, params[2]).tokens == expected[2]
+    assert time.monotonic() - began < CONFIG["peer_timeout"] + 15
