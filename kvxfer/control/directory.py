@@ -31,8 +31,8 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.peer import PeerIdentity
+from kvxfer.protocol.shares import IndexedExpiringMap
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import RateLimitedWarnings, Security
 from kvxfer.text import printable

@@ -19,8 +19,8 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.geometry import Planner
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import largest_group
+from kvxfer.protocol.shares import Turns
 from kvxfer.protocol.values import LinkId, LinkInfo, Role
-from kvxfer.shares import Turns
 
 K = FailureKind
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvxfer import clock
 from kvxfer.control.connection import ControlConnection
 from kvxfer.protocol import messages as m
-from kvxfer.shares import NewcomerShares, Turns
+from kvxfer.protocol.shares import Shares, Turns
 
 MAX_INQUIRIES = 512
 """The most inquiries that wait for the engine."""
@@ -44,13 +44,13 @@ class Inquiries:
     def __init__(self) -> None:
         self.hung_up = False
         self._lock = threading.Lock()
-        self._shares: NewcomerShares[Hashable] = NewcomerShares(MAX_INQUIRIES)
+        self._shares: Shares[Hashable, PeerInquiry] = Shares(MAX_INQUIRIES, "nothing")
         self._turns: Turns[Hashable, PeerInquiry] = Turns()
 
     def put(self, inquiry: PeerInquiry) -> bool:
         """Let an inquiry wait; return False if its peer has too many that do."""
         with self._lock:
-            if not self._shares.take(inquiry.peer, 1):
+            if self._shares.take(inquiry.peer, inquiry, 1, inquiry.connection.peer) is None:
                 return False
             self._turns.add(inquiry.peer, inquiry)
             return True
@@ -60,7 +60,7 @@ class Inquiries:
         with self._lock:
             inquiry = self._turns.next()
             if inquiry is not None:
-                self._shares.give(inquiry.peer, 1)
+                self._shares.give(inquiry.peer, inquiry)
             return inquiry
 
     def __bool__(self) -> bool:

@@ -11,8 +11,8 @@ import msgspec
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.sockets import GUEST_FRAME
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import PeerBudgets
 from kvxfer.protocol.peer import PeerIdentity
+from kvxfer.protocol.shares import Shares
 
 MAX_NOTICES = 4 << 20
 """The most bytes of notices that wait. Beyond it, each peer has an equal share, and in it each of its connections. All closed ones of a
@@ -64,14 +64,14 @@ class NoticeBox:
         self.answered = False
         self._notices: dict[int, Notice] = {}
         self._numbers = count()
-        self._room: PeerBudgets[ControlConnection | PeerIdentity, int] = PeerBudgets(MAX_NOTICES)
+        self._room: Shares[ControlConnection | PeerIdentity, int] = Shares(MAX_NOTICES, "newest")
         self._lock = threading.Lock()
 
     def take(self) -> list[Notice]:
         """Return all notices, and keep none."""
         with self._lock:
             out, self._notices, self.answered = list(self._notices.values()), {}, False
-            self._room = PeerBudgets(MAX_NOTICES)
+            self._room = Shares(MAX_NOTICES, "newest")
         return out
 
     def put(self, notice: Said, connection: ControlConnection, nbytes: int) -> int | None:

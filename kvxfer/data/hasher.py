@@ -18,8 +18,8 @@ from kvxfer.geometry.assignment import head_range
 from kvxfer.logs import logger
 from kvxfer.memory.blame import space_error
 from kvxfer.protocol.peer import NOBODY
+from kvxfer.protocol.shares import Turns
 from kvxfer.protocol.values import Hash, Hashed, PartRef
-from kvxfer.shares import Turns
 from kvxfer.threads import NamedThread
 from kvxfer.values import NULL
 

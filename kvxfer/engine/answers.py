@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 import msgspec
@@ -18,9 +17,10 @@ from kvxfer.errors import KvxferError
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
+from kvxfer.protocol.peer import PeerIdentity
+from kvxfer.protocol.shares import Shares
 from kvxfer.schedule import Chain, Offering, OfferSchedule
 from kvxfer.security import RateLimitedWarnings
-from kvxfer.shares import NewcomerShares
 from kvxfer.values import MAX_TOKENS, BlockTable, Group
 
 log = logger("kvxfer.engine")
@@ -86,15 +86,6 @@ class AnswerCounts(msgspec.Struct):
     refused: int = 0
 
 
-@dataclass(slots=True)
-class _Taken:
-    """An offering that answers an inquiry, and how many blocks are held for it."""
-
-    offering: Offering
-    inquiry: PeerInquiry
-    blocks: int
-
-
 class PrefixAnswers:
     """Answers other engines' inquiries with what the engine's cache holds. The scheduler side's thread.
 
@@ -107,11 +98,11 @@ class PrefixAnswers:
     ) -> None:
         self._directory, self._offers, self._schedule, self._groups = directory, offers, schedule, tuple(groups)
         self._exact = any(group.kind == "state" for group in groups)
-        self._shares: NewcomerShares[Hashable] = NewcomerShares(limit)  # of the blocks
-        self._places: NewcomerShares[Hashable] = NewcomerShares(MAX_HELD)
-        self._taken: dict[Offering, _Taken] = {}  # what has a share
+        self._shares: Shares[PeerIdentity, Offering] = Shares(limit, "nothing")  # of the blocks
+        self._places: Shares[PeerIdentity, Offering] = Shares(MAX_HELD, "nothing")
+        self._taken: dict[Offering, PeerInquiry] = {}  # what has a share, and what it answers
         # Those that may be given up, the oldest first.
-        self._held: dict[ControlConnection, dict[Offering, _Taken]] = {}
+        self._held: dict[ControlConnection, dict[Offering, None]] = {}
         offers.let_go = self._give_back
         self._complain = RateLimitedWarnings(log)
         self.counts = AnswerCounts()
@@ -170,9 +161,9 @@ class PrefixAnswers:
 
     def _eligible(self, inquiry: PeerInquiry, chain: Chain, tokens: int, table: BlockTable) -> int:
         """Return how many of the tokens the peer's share of the blocks has room for."""
-        if not self._places.room(inquiry.peer):
+        if not self._places.room(inquiry.connection.peer):
             return 0
-        room = self._shares.room(inquiry.peer)
+        room = self._shares.room(inquiry.connection.peer)
         if self._blocks(tokens, table) <= room:
             return tokens
         if any(group.kind != "full" for group in self._groups):
@@ -192,40 +183,40 @@ class PrefixAnswers:
         if not self._offers.computed(transfer, digest, tokens, table):
             self.counts.refused += 1
             return None
-        self._shares.take(inquiry.peer, blocks)
-        self._places.take(inquiry.peer, 1)
-        offering = self._schedule.current(transfer)
+        offering, peer = self._schedule.current(transfer), inquiry.connection.peer
         assert offering is not None
-        taken = self._taken[offering] = _Taken(offering, inquiry, blocks)
-        self._held.setdefault(inquiry.connection, {})[offering] = taken
+        self._shares.take(peer, offering, blocks, peer)
+        self._places.take(peer, offering, 1, peer)
+        self._taken[offering] = inquiry
+        self._held.setdefault(inquiry.connection, {})[offering] = None
         self.counts.held += 1
         self.counts.tokens += tokens
         return m.InquiryAnswer(transfer, self._directory.epoch, tokens, digest)
 
     def _give_back(self, offering: Offering) -> None:
         """Give back the share of an answer whose blocks are let go of."""
-        taken = self._taken.pop(offering, None)
-        if taken is None:
+        inquiry = self._taken.pop(offering, None)
+        if inquiry is None:
             return
-        self._shares.give(taken.inquiry.peer, taken.blocks)
-        self._places.give(taken.inquiry.peer, 1)
-        connection = taken.inquiry.connection
-        held = self._held.get(connection, {})
-        if held.pop(offering, None) is not None and not held:
-            del self._held[connection]
+        self._shares.give(inquiry.connection.peer, offering)
+        self._places.give(inquiry.connection.peer, offering)
+        held = self._held.get(inquiry.connection, {})
+        if offering in held:
+            del held[offering]
+            if not held:
+                del self._held[inquiry.connection]
 
     def short_of_blocks(self) -> None:
         """Give up what has been held for a while: the engine's own requests go first."""
         now = clock.now()
         for connection, held in list(self._held.items()):
-            old = list(takewhile(lambda one: now - one.offering.came_at >= YIELD_S, held.values()))
-            for taken in old:
-                del held[taken.offering]
-                self._schedule.withdraw(taken.offering.transfer, "the producer's own requests need the blocks")
+            for offering in list(takewhile(lambda one: now - one.came_at >= YIELD_S, held)):
+                del held[offering]
+                self._schedule.withdraw(offering.transfer, "the producer's own requests need the blocks")
             if not held:
                 del self._held[connection]
 
     def _hung_up(self, connection: ControlConnection) -> None:
         """Give up what is held for a peer that has hung up."""
-        for taken in self._held.pop(connection).values():
-            self._schedule.withdraw(taken.offering.transfer, "its consumer has hung up")
+        for offering in self._held.pop(connection):
+            self._schedule.withdraw(offering.transfer, "its consumer has hung up")

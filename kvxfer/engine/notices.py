@@ -14,9 +14,9 @@ from kvxfer.engine.starts import AGAIN_S, Starts
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.logs import logger
-from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.messages import Begun, Decline, Named, OtherContent, Renew
 from kvxfer.protocol.peer import PeerIdentity
+from kvxfer.protocol.shares import IndexedExpiringMap
 from kvxfer.protocol.timers import Recent
 from kvxfer.schedule import Load, LoadEvent, LoadState, OfferSchedule, Schedule
 from kvxfer.text import printable

@@ -8,10 +8,10 @@ from msgspec import field
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import FIRST, Generation, Handle, TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import IndexedExpiringMap
 from kvxfer.protocol.pace import LinkPace
 from kvxfer.protocol.parts import AHEAD, Span
 from kvxfer.protocol.readers import OVER, Readers
+from kvxfer.protocol.shares import IndexedExpiringMap
 from kvxfer.protocol.transitions import RANK_SERVE, ReaderEvent, ServeEvent, ServeState
 from kvxfer.protocol.values import (
     Abort,

@@ -15,7 +15,7 @@ class PeerIdentity(msgspec.Struct, frozen=True):
     """A peer, from what is proved of it to what it only says of itself.
 
     Shares go to the key and the host together first, then within them to the engine. So a peer that claims many names takes them
-    from its own share. ``budgets.py`` does the same for amounts.
+    from its own share. ``shares.py`` does the same for amounts.
     """
 
     host: str = ""  # the address that it speaks from

@@ -8,10 +8,10 @@ from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.geometry import PlanError
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.announcements import announce, delivered_bytes, plan_for, unfit, untold
-from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
 from kvxfer.protocol.offer_record import MAX_KEPT_REASON, ConsumerLink, Key, OfferRecord, RankServe, told
 from kvxfer.protocol.parts import Span, cut
 from kvxfer.protocol.revocations import RevocationCounter
+from kvxfer.protocol.shares import ExpiringMap, Shares
 from kvxfer.protocol.timers import Timers
 from kvxfer.protocol.transitions import ReaderEvent, ServeEvent, ServeState
 from kvxfer.protocol.values import Action, Close, Hashed, LinkId, Moved, Moving, Send
@@ -19,7 +19,7 @@ from kvxfer.values import Offer
 
 S, E, K = ServeState, ServeEvent, FailureKind
 
-# A flood of requests cannot fill memory, or keep other peers' requests out (see ``budgets.py``):
+# A flood of requests cannot fill memory, or keep other peers' requests out (see ``shares.py``):
 MAX_BYTES, REQUEST_BYTES = 80 << 20, 2 << 10
 """The most bytes of all live fetch requests, and the bytes that each counts for in addition to its block table."""
 MANY = Failure(K.OVERLOADED, "too many fetch requests at once")
@@ -62,7 +62,7 @@ class Serves:
         self._revocations, self._over = revocations, over
         self._serves: dict[Key, RankServe] = {}  # including those of ended offer records
         self._times: Timers[Key] = Timers()
-        self._room: PeerBudgets[LinkId, Key] = PeerBudgets(MAX_BYTES)
+        self._room: Shares[LinkId, Key] = Shares(MAX_BYTES, "newest")
         self.final_replies: ExpiringMap[int, int, LastWord] = ExpiringMap(lease, MAX_WORDS)
 
     def __len__(self) -> int:
@@ -77,7 +77,6 @@ class Serves:
     def unlink(self, link: LinkId) -> list[RankServe]:
         """Forget a link that is lost, and return what was served over it."""
         known = self.links.pop(link, None)
-        self._room.leave(link)
         return [] if known is None else list(known.serves.values())
 
     # --- a serve's life --------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline
+from kvxfer.protocol.shares import Turns
 from kvxfer.protocol.values import Ended, Released
-from kvxfer.shares import Turns
 from kvxfer.testing import network
 from kvxfer.testing.clock import SetForward
 from kvxfer.testing.fake import FakeTransport

@@ -21,8 +21,8 @@ from kvxfer.engine import BlockPins, HeldPrefix, Prefix, Report, SchedulerSide
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
+from kvxfer.protocol.shares import Shares
 from kvxfer.security import make_key
-from kvxfer.shares import NewcomerShares
 from kvxfer.testing.engine import ConversationEngine, until
 from kvxfer.values import BlockTable, Group, Rank
 from tests.control.stranger import Stranger
@@ -244,7 +244,7 @@ def test_what_is_held_for_a_peer_that_hangs_up_is_given_up(holder: Holder) -> No
 def test_only_so_many_answers_are_held_for_a_peer_however_small(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder.side._answers._places = NewcomerShares(4)
+    holder.side._answers._places = Shares(4, "nothing")
     holder.held = HeldPrefix(16, BlockTable.of([holder.blocks[:1]]))
     chain = Prefix(PROMPT[:16], model="m").chain().links
     with Stranger(holder.where) as stranger:
@@ -259,9 +259,9 @@ def test_the_share_of_an_answer_comes_back_once_its_blocks_are_let_go_of(holder:
         stranger.say(inquire())
         assert holder.answers(stranger).tokens == 64
         (offer,) = holder.side._schedule.producer
-        assert holder.side._answers._shares._all == 4
+        assert holder.side._answers._shares.taken == 4
         holder.side.report(Report(released={offer.transfer: {Rank(): offer.generation}}))
-        assert not holder.side._answers._shares._all and not holder.side._answers._places._all
+        assert not holder.side._answers._shares.taken and not holder.side._answers._places.taken
         assert not len(holder.side) and not holder.side._answers._held
 
 
@@ -372,17 +372,18 @@ def test_an_engine_that_makes_no_steps_is_woken() -> None:
 
 @given(total=st.integers(0, 60), calls=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 20), st.booleans())))
 def test_some_is_left_for_a_newcomer_whatever_others_take(total: int, calls: list[tuple[str, int, bool]]) -> None:
-    shares: NewcomerShares[str] = NewcomerShares(total)
-    taken: dict[str, list[int]] = {name: [] for name in "abcd"}
-    for name, n, back in calls:
-        if back and taken[name]:
-            shares.give(name, taken[name].pop())
-        elif shares.take(name, n):
-            taken[name].append(n)
-        everything = sum(map(sum, taken.values()))
-        assert everything <= total
-        assert shares.room("newcomer") == -(-3 * (total - everything) // 4)
-    for name, all_of in taken.items():
-        for n in all_of:
-            shares.give(name, n)
-    assert shares.room("x") == -(-3 * total // 4) and not shares._taken
+    shares: Shares[PeerIdentity, int] = Shares(total, "nothing")
+    taken: dict[PeerIdentity, dict[int, int]] = {PeerIdentity(host): {} for host in "abcd"}
+    for key, (host, n, back) in enumerate(calls):
+        peer = PeerIdentity(host)
+        if back and taken[peer]:
+            shares.give(peer, taken[peer].popitem()[0])
+        elif shares.take(peer, key, n, peer) is not None:
+            taken[peer][key] = n
+        everything = sum(sum(of.values()) for of in taken.values())
+        assert everything == shares.taken <= total
+        assert shares.room(PeerIdentity("newcomer")) == -(-3 * (total - everything) // 4)
+    for peer, keys in taken.items():
+        for key in keys:
+            shares.give(peer, key)
+    assert shares.room(PeerIdentity("x")) == -(-3 * total // 4) and not shares._all.inside

@@ -7,9 +7,9 @@ import pytest
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
 from kvxfer.protocol.peer import PeerIdentity, largest_group
 from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.shares import ExpiringMap, Shares
 from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Send
 from kvxfer.values import Offer
 from tests.counting import calls
@@ -23,7 +23,7 @@ def test_who_goes_is_of_the_host_and_then_of_the_engine_that_has_most() -> None:
 
 
 def test_names_that_a_host_makes_up_cost_its_own_share() -> None:
-    budgets: PeerBudgets[str, int] = PeerBudgets(100)
+    budgets: Shares[str, int] = Shares(100, "newest")
     for i in range(100):
         assert budgets.take(f"sybil {i}", i, 1, PeerIdentity("a", f"name {i}")) == []
     lost = budgets.take("honest", 100, 50, PeerIdentity("b"))
@@ -34,7 +34,7 @@ def test_names_that_a_host_makes_up_cost_its_own_share() -> None:
 
 
 def test_within_a_host_engines_have_equal_shares_and_within_an_engine_its_links() -> None:
-    budgets: PeerBudgets[str, int] = PeerBudgets(120)
+    budgets: Shares[str, int] = Shares(120, "newest")
     for i in range(40):
         assert budgets.take(f"greedy {i % 4}", i, 3, PeerIdentity("a", "greedy")) == []
     for i in range(20):
@@ -46,10 +46,9 @@ def test_within_a_host_engines_have_equal_shares_and_within_an_engine_its_links(
 
 
 def test_owners_and_groups_that_are_gone_leave_nothing() -> None:
-    budgets: PeerBudgets[str, int] = PeerBudgets(10)
+    budgets: Shares[str, int] = Shares(10, "newest")
     for i in range(100):
         budgets.take(f"{i}", 1, 1, PeerIdentity(f"{i}", f"{i}"))
-        budgets.leave(f"{i}")
         budgets.give(f"{i}", 1)
     assert not budgets._owners and not budgets._all.inside and budgets._all.total == 0
 
@@ -65,7 +64,7 @@ def test_owners_that_a_host_makes_up_push_out_none_of_another_host(most: int) ->
     assert all(keep.get("honest", i) == i for i in range(10))
     assert len(keep) == 60 and keep.get(f"sybil {999 // most}", 999 % most) == 999
     keep.forget(20.0)
-    assert not keep._hosts and not keep._held and not len(keep)
+    assert not keep._shares._all.inside and not len(keep)
 
 
 def closes(machine: ProducerMachine, link: bytes, transfer: TransferId, attempt: int = 1) -> list[Action]:

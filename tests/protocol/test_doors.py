@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from kvxfer.geometry import Planner, ShardAssignment
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol import serves
-from kvxfer.protocol.budgets import ExpiringMap, PeerBudgets
 from kvxfer.protocol.producer import ProducerMachine
+from kvxfer.protocol.shares import ExpiringMap, Shares
 from kvxfer.protocol.values import Action, Emit, Ended, Failure, LinkInfo, Outcome, Released, Send
 from kvxfer.testing.engine import PagedMemory
 from kvxfer.values import BlockTable, Offer
@@ -262,10 +262,15 @@ def test_answers_to_one_reader_do_not_push_out_those_to_others(monkeypatch: pyte
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 12), st.booleans()), max_size=200))
-def test_whoever_wants_no_more_than_an_equal_share_has_it(steps: list[tuple[int, int, bool]]) -> None:
+@given(
+    st.sampled_from(["newest", "oldest"]),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(1, 12), st.booleans()), max_size=200),
+)
+def test_whoever_wants_no_more_than_an_equal_share_has_it(
+    loses: Literal["newest", "oldest"], steps: list[tuple[int, int, bool]]
+) -> None:
     """Whatever the others want, and whenever; nobody loses anything while something is left."""
-    budgets: PeerBudgets[int, int] = PeerBudgets(100)
+    budgets: Shares[int, int] = Shares(100, loses)
     held: dict[int, tuple[int, int]] = {}
     for key, (owner, n, gives) in enumerate(steps):
         mine = [k for k, (whose, _) in held.items() if whose == owner]
@@ -281,17 +286,19 @@ def test_whoever_wants_no_more_than_an_equal_share_has_it(steps: list[tuple[int,
         if lost is None:
             assert n > left
             continue
+        held[key] = owner, n
         for k in lost:
             whose, _ = held[k]
-            assert sum(size for other, size in held.values() if other == whose) > would
-            assert k == max(other for other, (o, _) in held.items() if o == whose), "the newest goes"
+            size = sum(size for other, size in held.values() if other == whose)
+            assert size > would or (loses == "oldest" and size > 100 // 8)
+            its = [other for other, (o, _) in held.items() if o == whose]
+            assert k == (its[-1] if loses == "newest" else its[0])
             del held[k]
-        held[key] = owner, n
         assert sum(size for _, size in held.values()) <= 100
 
 
 def test_those_who_have_left_have_one_share_together() -> None:
-    budgets: PeerBudgets[str, int] = PeerBudgets(100)
+    budgets: Shares[str, int] = Shares(100, "newest")
     for i in range(100):
         assert budgets.take(f"{i}", i, 1) == []
         budgets.merge(f"{i}", "gone")

@@ -1,0 +1,265 @@
+"""What peers share: bounded amounts, values that are remembered for a while, and turns.
+
+What is shared counts for peers, level by level (``peer.py``): hosts have equal shares, then the engines of a host, then the owners of an
+engine, such as its connections. So one that is greedy, or claims many names, takes from its own share.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Generic, Literal, TypeVar
+
+from kvxfer.protocol.index import Index
+from kvxfer.protocol.peer import NOBODY, PeerIdentity
+
+Owner = TypeVar("Owner", bound=Hashable)
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+_numbers = count()
+
+
+class _Share(Generic[Owner, K]):
+    """What an owner has, or a group of them: a host, or an engine of it."""
+
+    __slots__ = ("above", "inside", "keys", "largest_first", "name", "number", "total")
+
+    def __init__(self, name: Hashable, above: _Share[Owner, K] | None) -> None:
+        self.name, self.above, self.total, self.number = name, above, 0, next(_numbers)
+        self.inside: dict[Hashable, _Share[Owner, K]] = {}
+        self.keys: OrderedDict[K, int] = OrderedDict()
+        # A heap of those inside; empty while nobody has asked. An entry counts if its total is still that of its share.
+        self.largest_first: list[tuple[int, int, _Share[Owner, K]]] = []
+
+    def add(self, n: int) -> None:
+        share, above = self, self.above
+        share.total += n
+        while above is not None:
+            above.total += n
+            if len(above.largest_first) > 2 * len(above.inside) + 8:
+                above.largest_first.clear()
+            elif above.largest_first:
+                heappush(above.largest_first, (-share.total, share.number, share))
+            share, above = above, above.above
+
+    def largest(self) -> _Share[Owner, K]:
+        """Return which of those inside has most."""
+        heap = self.largest_first
+        while heap and -heap[0][0] != heap[0][2].total:
+            heappop(heap)
+        if not heap:
+            heap += [(-share.total, share.number, share) for share in self.inside.values()]
+            heapify(heap)
+        return heap[0][2]
+
+
+class Shares(Generic[Owner, K]):
+    """A bounded amount of something (``total``), with what each owner has of it for each key.
+
+    Peers may take until nothing is left. From then on the one that has least is served at the cost of the one that has most, so that
+    ``n`` peers that take all they can get one ``n``-th each, and so does a newcomer.
+
+    Operations cost O(log owners), and O(owners) the first time that something is short, or where something may be refused.
+
+    Args:
+        total: The amount.
+        loses: What the owner that has most loses first. ``newest``: who asks for more than its share gets nothing. ``oldest``: it loses
+            what it had. ``nothing``: what is given cannot be taken back, and a host may have three quarters of what the others leave,
+            so that some is left for a newcomer.
+    """
+
+    def __init__(self, total: int, loses: Literal["newest", "oldest", "nothing"]) -> None:
+        self._total, self._loses = total, loses
+        self._all: _Share[Owner, K] = _Share(None, None)
+        self._owners: dict[Owner, _Share[Owner, K]] = {}  # those that have something
+
+    @property
+    def taken(self) -> int:
+        """How much all owners have together."""
+        return self._all.total
+
+    def room(self, peer: PeerIdentity) -> int:
+        """Return how much more a peer's host may have, and leave a quarter of what the others leave."""
+        host = self._all.inside.get(peer.levels[0])
+        mine = 0 if host is None else host.total
+        return max(-(-3 * (self._total - (self._all.total - mine)) // 4) - mine, 0)
+
+    def take(self, owner: Owner, key: K, n: int = 1, peer: PeerIdentity = NOBODY) -> list[K] | None:
+        """Give ``owner``, which belongs to this peer, another ``n`` for ``key``, which is not in use yet.
+
+        Returns:
+            The keys that lose theirs to make room, those of the owner that has most first; ``None`` if ``owner`` gets nothing.
+        """
+        if self._loses == "nothing" and n > self.room(peer):
+            return None
+        mine = self._owners.get(owner) or self._enter(owner, peer)
+        mine.keys[key] = n
+        mine.add(n)
+        lost: list[K] = []
+        if self._loses == "newest" and self._all.total - self._total > self._beyond(mine):
+            self._take_back(mine, key)
+            return None
+        while self._all.total > self._total:
+            most = self._all
+            while most.inside:
+                most = most.largest()
+            lost.append(next(iter(most.keys) if self._loses == "oldest" else reversed(most.keys)))
+            self._take_back(most, lost[-1])
+        return lost
+
+    def give(self, owner: Owner, key: K) -> None:
+        """Take back what ``owner`` has for ``key``, if it still has it."""
+        share = self._owners.get(owner)
+        if share is not None and key in share.keys:
+            self._take_back(share, key)
+
+    def merge(self, owner: Owner, into: Owner, peer: PeerIdentity = NOBODY) -> None:
+        """Count what ``owner`` has as another's, of this peer, because it is gone and must not keep a share for ever."""
+        share = self._owners.get(owner)
+        if share is not None:
+            heir = self._owners.get(into) or self._enter(into, peer)
+            heir.keys.update(share.keys)
+            heir.add(share.total)
+            share.add(-share.total)
+            share.keys.clear()
+            self._prune(share)
+
+    def keys(self, owner: Owner) -> list[K]:
+        """Return the keys for which an owner has something, the oldest first."""
+        share = self._owners.get(owner)
+        return [] if share is None else list(share.keys)
+
+    def _enter(self, owner: Owner, peer: PeerIdentity) -> _Share[Owner, K]:
+        share = self._all
+        for name in (*peer.levels, owner):
+            inside = share.inside.get(name)
+            if inside is None:
+                inside = share.inside[name] = _Share(name, share)
+            share = inside
+        self._owners[owner] = share
+        return share
+
+    def _take_back(self, share: _Share[Owner, K], key: K) -> None:
+        share.add(-share.keys.pop(key))
+        if not share.keys:
+            self._prune(share)
+
+    def _prune(self, share: _Share[Owner, K]) -> None:
+        """Forget an owner that has nothing, and the groups in which nobody is left."""
+        del self._owners[share.name]  # type: ignore[arg-type]
+        while share.above is not None and not share.inside:
+            del share.above.inside[share.name]
+            share.name = None  # which may hold much, as a connection does; what is left of a share may be in a heap
+            share = share.above
+
+    def _beyond(self, share: _Share[Owner, K]) -> int:
+        """Return how much others have beyond what an owner has."""
+        beyond = 0
+        while share.above is not None:
+            beyond += sum(one.total - share.total for one in share.above.inside.values() if one.total > share.total)
+            share = share.above
+        return beyond
+
+
+class ExpiringMap(Generic[Owner, K, V]):
+    """Values that are remembered for a while. If there are too many, the oldest goes of the owner that has most.
+
+    The clock is an argument. Each value is remembered for ``seconds``, and there are ``most`` of them at most.
+    """
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds = seconds
+        self._values: OrderedDict[tuple[Owner, K], tuple[float, V]] = (
+            OrderedDict()
+        )  # with the time until which it is kept
+        self._shares: Shares[Owner, tuple[Owner, K]] = Shares(most, "oldest")
+
+    def put(self, owner: Owner, key: K, value: V, now: float, peer: PeerIdentity = NOBODY) -> None:
+        """Remember a value; ``peer``: whose its owner is, which stays so while the owner has anything."""
+        self.pop(owner, key)
+        self._values[owner, key] = now + self._seconds, value
+        for lost in self._shares.take(owner, (owner, key), 1, peer) or ():
+            self.pop(*lost)
+
+    def get(self, owner: Owner, key: K) -> V | None:
+        known = self._values.get((owner, key))
+        return None if known is None else known[1]
+
+    def pop(self, owner: Owner, key: K) -> bool:
+        """Forget the value of ``key``; return whether there was one."""
+        if self._values.pop((owner, key), None) is None:
+            return False
+        self._shares.give(owner, (owner, key))
+        return True
+
+    def leave(self, owner: Owner) -> None:
+        """Forget all values of an owner."""
+        for key in self._shares.keys(owner):
+            self.pop(*key)
+
+    def forget(self, now: float) -> None:
+        """Drop what is too old."""
+        while (at := self.next()) is not None and at <= now:
+            self.pop(*next(iter(self._values)))
+
+    def next(self) -> float | None:
+        """Return when ``forget`` has something to do next, or ``None``."""
+        return self._values[next(iter(self._values))][0] if self._values else None
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class IndexedExpiringMap(ExpiringMap[Owner, K, V]):
+    """An ``ExpiringMap`` that also knows which owners have a value for a key."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        super().__init__(seconds, most)
+        self._owners: Index[K, Owner] = Index()
+
+    def put(self, owner: Owner, key: K, value: V, now: float, peer: PeerIdentity = NOBODY) -> None:
+        super().put(owner, key, value, now, peer)
+        self._owners.add(key, owner)
+
+    def pop(self, owner: Owner, key: K) -> bool:
+        had = super().pop(owner, key)
+        if had:
+            self._owners.remove(key, owner)
+        return had
+
+    def owners(self, key: K) -> list[Owner]:
+        """Return all owners that have a value for this key, in the order in which they came."""
+        return self._owners.of(key)
+
+
+class Turns(Generic[Owner, K]):
+    """Keys that wait, by owner: the owners take turns, and the keys of each stay in order. Each waits once."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Owner, OrderedDict[K, None]] = OrderedDict()
+
+    def add(self, owner: Owner, key: K) -> None:
+        self._waiting.setdefault(owner, OrderedDict())[key] = None
+
+    def remove(self, owner: Owner, key: K) -> None:
+        """Let a key wait no more, if it does."""
+        keys = self._waiting.get(owner)
+        if keys is not None and keys.pop(key, self) is None and not keys:
+            del self._waiting[owner]
+
+    def __bool__(self) -> bool:
+        """Return whether any key waits."""
+        return bool(self._waiting)
+
+    def next(self) -> K | None:
+        """Take out the key whose turn it is; ``None`` if none waits."""
+        if not self._waiting:
+            return None
+        owner, keys = self._waiting.popitem(last=False)
+        key, _ = keys.popitem(last=False)
+        if keys:
+            self._waiting[owner] = keys
+        return key
