@@ -104,7 +104,7 @@ def test_nobody_there(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(build(), words)
     report = json.loads(result.stdout)
     assert result.exit_code == 1 and report["peers"][0]["failure"]["kind"] == "peer_unreachable"
-    assert report["peers"][0]["failure"]["advice"] in report["problems"][0]
+    assert report["problems"][0].count(report["peers"][0]["failure"]["advice"]) == 1
 
 
 def test_an_engine_of_two_ranks() -> None:

@@ -19,11 +19,12 @@ from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import check_device, host_facts
 from kvxfer.cli.probing import Found, probe_all
 from kvxfer.cli.stand_in import StandIn
-from kvxfer.cli.terminal import Say, make_console, status, verbatim
+from kvxfer.cli.terminal import Say, failed_at, make_console, status, verbatim
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES
 from kvxfer.errors import ConfigError
+from kvxfer.failures import Failure
 from kvxfer.identity import Address, IdentityError, parse_address
 from kvxfer.settings import AUTO_ADDRESS, json_object, loopback
 from kvxfer.transport import Probe, Transport, registry
@@ -126,7 +127,9 @@ def _report(settings: Config, peers: Sequence[Address], say: Say) -> dict[str, A
     for at in peers:
         say(f"visiting the engine at {at} ...")
         report["peers"].append(visit(str(at), settings))
-    report["problems"] += [problem for found in report["peers"] for problem in _peer_problems(found)]
+    for visited in report["peers"]:
+        if "failure" in visited:
+            report["problems"].append(failed_at(visited["peer"], msgspec.convert(visited["failure"], Failure)))
     compared = peers if report["running"] is None else [directory_address(settings), *peers]
     if len(compared) > 1:
         report["problems"] += differences(compared[0], compared[1], settings)
@@ -197,11 +200,6 @@ def _auto_problems(report: Mapping[str, Any], config: Config) -> list[str]:
 
 def _all_fail(report: Mapping[str, Any]) -> bool:
     return all("found none that works" in why for why in report["auto"].values())
-
-
-def _peer_problems(found: Mapping[str, Any]) -> list[str]:
-    failure = found.get("failure")
-    return [] if failure is None else [f"{found['peer']}: {failure['kind']}: {failure['detail']}; {failure['advice']}"]
 
 
 def _facts(probe: Probe) -> dict[str, Any]:
@@ -360,24 +358,22 @@ def _show(report: dict[str, Any]) -> None:
         f"kvxfer {report['kvxfer']}, Python {host['python']}, {host['system']} {host['machine']}, "
         f"{host['cpus']} CPUs, {host['memory_bytes'] >> 30} GiB, "
         f"GPUs: {verbatim(', '.join(host['nvidia_gpus'])) or 'none'}, "
-        f"InfiniBand: {verbatim(', '.join(host['infiniband'])) or 'none'}",
-        highlight=False,
+        f"InfiniBand: {verbatim(', '.join(host['infiniband'])) or 'none'}"
     )
     memlock = "unlimited" if host["memlock_bytes"] is None else f"{host['memlock_bytes']} bytes"
     scope = "absent" if host["ptrace_scope"] is None else host["ptrace_scope"]
     free = "none" if host["shm_free_bytes"] is None else f"{host['shm_free_bytes'] >> 20} MiB free"
     console.print(
-        f"ptrace_scope {scope}, CAP_SYS_PTRACE {'yes' if host['cap_sys_ptrace'] else 'no'}, locked memory {memlock}, /dev/shm {free}",
-        highlight=False,
+        f"ptrace_scope {scope}, CAP_SYS_PTRACE {'yes' if host['cap_sys_ptrace'] else 'no'}, locked memory {memlock}, /dev/shm {free}"
     )
     for nic in host["nics"]:
         speed = "unknown speed" if nic["gbit_per_s"] is None else f"{nic['gbit_per_s']:g} Gbit/s"
         node = "" if nic["numa_node"] is None else f", NUMA node {nic['numa_node']}"
-        console.print(f"network card {verbatim(nic['name'])}: {nic['state']}, {speed}{node}", highlight=False)
+        console.print(f"network card {verbatim(nic['name'])}: {nic['state']}, {speed}{node}")
     for gpu in host["gpus"]:
-        console.print(f"GPU {gpu['pci']}: NUMA node {gpu['numa_node']}", highlight=False)
+        console.print(f"GPU {gpu['pci']}: NUMA node {gpu['numa_node']}")
     versions = ", ".join(version or f"no {name}" for name, version in report["versions"].items())
-    console.print(verbatim(versions), highlight=False)
+    console.print(verbatim(versions))
     table = Table("back end", "usable", "memory", "details", title="Back ends", title_justify="left")
     for name, found in report["backends"].items():
         details = [found["reason"], *(f"{key}: {value}" for key, value in found["facts"].items())]
@@ -390,28 +386,27 @@ def _show(report: dict[str, Any]) -> None:
         ports.add_row(*(verbatim(row[key]) for key in ("port", "opened_by", "who")))
     console.print(ports)
     if report["running"] is not None:
-        console.print(f"engine {verbatim(repr(report['running']))} runs here with these settings", highlight=False)
-    console.print(f"peers dial {verbatim(report['address'])}", highlight=False)
+        console.print(f"engine {verbatim(repr(report['running']))} runs here with these settings")
+    console.print(f"peers dial {verbatim(report['address'])}")
     for memory, order in report["auto"].items():
-        console.print(f"backend auto, {memory} memory: {verbatim(order)}", highlight=False)
-    console.print(f"network of {verbatim(report['listen'])}: {verbatim(report['network'])}", highlight=False)
-    console.print(f"elastic caches: {verbatim(report['elastic'])}", highlight=False)
+        console.print(f"backend auto, {memory} memory: {verbatim(order)}")
+    console.print(f"network of {verbatim(report['listen'])}: {verbatim(report['network'])}")
+    console.print(f"elastic caches: {verbatim(report['elastic'])}")
     for name, bulk in report["encryption"].items():
         whether = "encrypted" if bulk["encrypted"] else "not encrypted"
         advice = f"; {bulk['advice']}" if bulk["advice"] else ""
-        console.print(f"KV that {verbatim(name)} moves is {whether}{verbatim(advice)}", highlight=False)
+        console.print(f"KV that {verbatim(name)} moves is {whether}{verbatim(advice)}")
     for name in report["unlisted"]:
         console.print(
             f"back end {verbatim(name)} may dial hosts that are not in 'peers', because its library reads them out of what a peer sends: "
-            "let a firewall keep it to the hosts of the list",
-            highlight=False,
+            "let a firewall keep it to the hosts of the list"
         )
     for name, reasons in report["fallbacks"].items():
         for why in reasons:
-            console.print(f"advice: back end {verbatim(name)}: {verbatim(why)}", highlight=False)
+            console.print(f"advice: back end {verbatim(name)}: {verbatim(why)}")
     for found in report["peers"]:
         show_visit(console, found)
     for advice in host["advice"]:
-        console.print(f"advice: {verbatim(advice)}", highlight=False)
+        console.print(f"advice: {verbatim(advice)}")
     for problem in report["problems"]:
-        console.print(f"[red]problem:[/] {verbatim(problem)}", highlight=False)
+        console.print(f"[red]problem:[/] {verbatim(problem)}")

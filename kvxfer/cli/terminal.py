@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
+from kvxfer.failures import Failure
 from kvxfer.text import escaped
 
 PIPED_WIDTH = 1000
@@ -20,7 +22,7 @@ PIPED_WIDTH = 1000
 
 def make_console(**options: Any) -> Console:
     """Make a console as wide as its terminal. Without a terminal, it wraps no line, unless ``COLUMNS`` says how wide it is."""
-    console = Console(**options)
+    console = Console(highlight=False, **options)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPED_WIDTH
     return console
@@ -29,6 +31,11 @@ def make_console(**options: Any) -> Console:
 def verbatim(text: object) -> str:
     """Return a text for rich to print as it is: it may come from a peer, and neither controls the terminal nor is markup."""
     return escape(escaped(str(text)))
+
+
+def failed_at(peer: object, failure: Failure) -> str:
+    """Return what is told of the failure of a question to a peer, with its advice."""
+    return f"{peer}: {replace(failure, peer='')}"
 
 
 Say = Callable[[str], None]

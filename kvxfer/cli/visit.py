@@ -98,7 +98,7 @@ def show_visit(console: Console, found: Mapping[str, Any]) -> None:
     """Print what was found, for people."""
 
     def say(text: str) -> None:
-        console.print(verbatim(text), highlight=False)
+        console.print(verbatim(text))
 
     if "engine" in found:
         console.print()
@@ -153,7 +153,9 @@ def _visit(peer: str, config: Config) -> dict[str, Any]:
     try:
         found = look_up(target.host, target.port, Security.of(config), config.peer_timeout, ASKED)
     except PeerError as e:
-        return report | {"failure": _told(Failure.of(e, FailureKind.PEER_UNREACHABLE, f"directory {peer}"))}
+        return report | {
+            "failure": msgspec.to_builtins(Failure.of(e, FailureKind.PEER_UNREACHABLE, f"directory {peer}"))
+        }
     report |= {
         "engine": found.engine.engine,
         "ranks": len(found.engine.ranks),
@@ -168,7 +170,7 @@ def _visit(peer: str, config: Config) -> dict[str, Any]:
             report["measured"] = stand_in.measure(source, config, report["device"])
         return report
     except (KvxferError, OSError) as e:
-        return report | {"failure": _told(Failure.of(e, peer=peer))}
+        return report | {"failure": msgspec.to_builtins(Failure.of(e, peer=peer))}
 
 
 def _prefixes(target: Address, config: Config) -> dict[str, Any] | None:
@@ -180,10 +182,6 @@ def _prefixes(target: Address, config: Config) -> dict[str, Any] | None:
     except PeerError:
         return None
     return msgspec.structs.asdict(told) | {"asked_now_s": took}
-
-
-def _told(failure: Failure) -> dict[str, str]:
-    return {"kind": str(failure.kind), "detail": failure.detail, "peer": failure.peer, "advice": failure.advice}
 
 
 def _greet(source: Source, found: LookupAnswer, config: Config) -> dict[str, Any]:
@@ -208,7 +206,7 @@ def _greet(source: Source, found: LookupAnswer, config: Config) -> dict[str, Any
         links = [link for agent in agents for link in agent.links() if link.role == "consumer"]
         report: dict[str, Any] = {"links": [asdict(link) for link in links]}
         if failure is not None:
-            report["failure"] = _told(failure)
+            report["failure"] = msgspec.to_builtins(failure)
         for agent in agents:
             agent.cancel(hello, "this was only a visit of kvxfer doctor")
     device = next(region.device for cache in caches for region in cache.regions)

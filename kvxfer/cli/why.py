@@ -12,11 +12,11 @@ from msgspec.structs import asdict as fields_of
 from msgspec.structs import replace
 
 from kvxfer.cli.doctor import read_settings
-from kvxfer.cli.terminal import make_console, verbatim
+from kvxfer.cli.terminal import failed_at, make_console, verbatim
 from kvxfer.cli.verdict import Finding, judge, tale
 from kvxfer.control.lookup import explain
 from kvxfer.errors import PeerError
-from kvxfer.failures import ADVICE, FailureKind
+from kvxfer.failures import Failure
 from kvxfer.identity import Address, IdentityError, parse_address
 from kvxfer.protocol.messages import MAX_STORIES, Explain, Explained, Story
 from kvxfer.security import Security
@@ -99,8 +99,7 @@ class _Asker:
         try:
             answer = explain(at.host, at.port, self._security, ANSWER_S, asked)
         except PeerError as e:
-            kind = getattr(e, "kind", FailureKind.PEER_UNREACHABLE)
-            self.errors.append(f"{at}: {kind}: {e}; {ADVICE[kind]}")
+            self.errors.append(failed_at(at, Failure.of(e)))
             return ()
         return self._stories(at, answer)
 
@@ -161,7 +160,7 @@ def _show(request: str, found: list[Found], errors: list[str]) -> None:
     console = make_console()
 
     def say(text: str) -> None:
-        console.print(verbatim(text), highlight=False)
+        console.print(verbatim(text))
 
     for consumer, producer, verdict in found:
         one = consumer or producer
@@ -173,12 +172,12 @@ def _show(request: str, found: list[Found], errors: list[str]) -> None:
         for at, side, what in sorted(rows, key=lambda row: row[0]):
             clock = time.strftime("%H:%M:%S", time.localtime(at))
             say(f"  {clock} {at - begun:+9.3f} s  {side:8}{what}")
-        console.print(f"[bold]{'ok' if verdict.ok else 'verdict'}:[/] {verbatim(verdict.says)}", highlight=False)
+        console.print(f"[bold]{'ok' if verdict.ok else 'verdict'}:[/] {verbatim(verdict.says)}")
         if verdict.do:
-            console.print(f"[bold]do:[/] {verbatim(verdict.do)}", highlight=False)
+            console.print(f"[bold]do:[/] {verbatim(verdict.do)}")
         console.print()
     for error in errors:
-        console.print(f"[red]problem:[/] {verbatim(error)}", highlight=False)
+        console.print(f"[red]problem:[/] {verbatim(error)}")
     if not found and request:
         say(
             f"no engine that was asked knows request {request!r}: the router sent it to another one, it had no params, it was more than "

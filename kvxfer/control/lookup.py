@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvxfer import clock
@@ -18,6 +21,8 @@ from kvxfer.security import Security
 from kvxfer.settings import address_of
 
 T = TypeVar("T")
+Ask = Callable[[m.Message], tuple[float, m.Message]]
+"""Asks a directory; returns how many seconds its answer took, and the answer."""
 
 REPEAT_S = 0.5
 """Seconds after which the question is repeated, because a directory has no answer until its engine's ranks are known."""
@@ -41,15 +46,10 @@ def look_up(host: str, port: int, security: Security, seconds: float, again: int
     Raises:
         PeerError: It cannot be reached, does not answer within ``seconds``, refuses, or is not a directory of this protocol.
     """
-    sockets, question = ControlSockets(security), m.Lookup(m.PROTOCOL)
-    try:
-        connection = sockets.dial(_address(host, port), None, m.MAX_BYTES)
-        first, answer = _ask(sockets, connection, question, seconds)
+    with _connected(host, port, security, seconds) as ask:
+        first, answer = ask(m.Lookup(m.PROTOCOL))
         engine = _engine(answer)
-        trips = [_ask(sockets, connection, question, seconds)[0] for _ in range(again)]
-    finally:
-        sockets.close()
-    return LookupAnswer(engine, first, tuple(trips))
+        return LookupAnswer(engine, first, tuple(ask(m.Lookup(m.PROTOCOL))[0] for _ in range(again)))
 
 
 def explain(host: str, port: int, security: Security, seconds: float, asked: m.Explain) -> m.Explained:
@@ -58,12 +58,8 @@ def explain(host: str, port: int, security: Security, seconds: float, asked: m.E
     Raises:
         PeerError: See ``look_up``.
     """
-    sockets = ControlSockets(security)
-    try:
-        connection = sockets.dial(_address(host, port), None, m.MAX_BYTES)
-        return _known(_ask(sockets, connection, asked, seconds)[1], m.Explained)
-    finally:
-        sockets.close()
+    with _connected(host, port, security, seconds) as ask:
+        return _known(ask(asked)[1], m.Explained)
 
 
 def ask_for_prefix(host: str, port: int, security: Security, seconds: float) -> float | None:
@@ -74,35 +70,36 @@ def ask_for_prefix(host: str, port: int, security: Security, seconds: float) -> 
     Raises:
         PeerError: See ``look_up``.
     """
-    sockets = ControlSockets(security)
-    question = m.Inquire(0, TransferId.asked(), TOKENS, os.urandom(DIGEST))
-    try:
-        connection = sockets.dial(_address(host, port), None, m.MAX_BYTES)
-        _ask(sockets, connection, m.Lookup(m.PROTOCOL), seconds)  # what the connection takes does not count
+    with _connected(host, port, security, seconds) as ask:
+        ask(m.Lookup(m.PROTOCOL))  # what the connection takes does not count
         try:
-            took, answer = _ask(sockets, connection, question, seconds)
+            took, answer = ask(m.Inquire(0, TransferId.asked(), TOKENS, os.urandom(DIGEST)))
         except PeerError:
             return None
         _known(answer, m.InquiryAnswer)
         return took
+
+
+@contextmanager
+def _connected(host: str, port: int, security: Security, seconds: float) -> Iterator[Ask]:
+    """Connect to the directory that an operator names, whose host may have a name, and yield what asks it.
+
+    Raises:
+        PeerError: The name leads nowhere. What asks raises it if there is no answer within ``seconds``.
+    """
+    sockets = ControlSockets(security)
+    try:
+        try:
+            where = address(address_of(host), port)
+        except OSError as e:
+            raise PeerError(f"its name {host!r} cannot be looked up: {e}", kind=FailureKind.PEER_UNREACHABLE) from None
+        yield partial(_ask, sockets, sockets.dial(where, None, m.MAX_BYTES), seconds)
     finally:
         sockets.close()
 
 
-def _address(host: str, port: int) -> str:
-    """Return the written address of a directory that an operator names, whose host may have a name.
-
-    Raises:
-        PeerError: The name leads nowhere.
-    """
-    try:
-        return address(address_of(host), port)
-    except OSError as e:
-        raise PeerError(f"its name {host!r} cannot be looked up: {e}", kind=FailureKind.PEER_UNREACHABLE) from None
-
-
 def _ask(
-    sockets: ControlSockets, connection: ControlConnection, question: m.Message, seconds: float
+    sockets: ControlSockets, connection: ControlConnection, seconds: float, question: m.Message
 ) -> tuple[float, m.Message]:
     """Ask until there is an answer other than that it must be asked again; return how long that took, and the answer."""
     began = now = clock.now()

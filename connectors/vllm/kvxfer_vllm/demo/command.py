@@ -39,7 +39,7 @@ def demo(
     # Imported only here, so that no other command waits for them.
     from kvxfer_vllm.demo.servers import ServerError, ended_by_sigterm
 
-    progress = make_console(stderr=True, highlight=False)
+    progress = make_console(stderr=True)
     try:
         with ended_by_sigterm(), _log_folder(keep_logs) as logs:
             report = _run(settings, logs, progress)

@@ -78,4 +78,4 @@ def finish(report: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]
 def say_failed(why: object) -> None:
     """Print to standard error what failed."""
     lines = "\n".join(map(escaped, str(why).split("\n")))
-    make_console(stderr=True, highlight=False).print(f"FAILED: {lines}", style="red", markup=False, soft_wrap=True)
+    make_console(stderr=True).print(f"FAILED: {lines}", style="red", markup=False, soft_wrap=True)
