@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 ENGINE, SCHEDULE, VLLM = ROOT / "kvxfer/engine", ROOT / "kvxfer/schedule", ROOT / "connectors/vllm/kvxfer_vllm"
 BELOW = [ROOT / "kvxfer" / name for name in ("ledger.py", "control/directory.py", "control/inquiries.py")]
 
-CONTAINERS = {"dict", "set", "defaultdict", "OrderedDict", "Counter", "Recent", "IndexedExpiringMap"}
+CONTAINERS = {"dict", "set", "defaultdict", "OrderedDict", "Counter", "Recent", "IndexedExpiringMap", "Debts"}
 
 BY_REQUEST_OR_TRANSFER = {
     "EngineRequests._requests": "the requests, by name",

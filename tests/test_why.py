@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from kvxfer import TransferId
+from kvxfer import TransferId, clock
 from kvxfer.cli.main import build
 from kvxfer.cli.verdict import judge
 from kvxfer.control import lookup
@@ -290,13 +290,13 @@ def test_a_peer_that_repeats_its_question_keeps_no_other_peer_waiting(
     """The other's question is answered the first time, so it need not be asked again."""
     monkeypatch.setattr(lookup, "REPEAT_S", 1e9)
     pair = make()
-    slow = Slow(pair)
+    slow, here = Slow(pair), PeerIdentity("127.0.0.1")
     with repeating(pair.d.scheduler.source, "127.0.0.2"):
         until(lambda: slow.asked > 0)
         for _ in range(2):
             code, text = pair.why("nobody")
             assert code == 3 and "problem" not in text
-            until(lambda: PeerIdentity("127.0.0.1") not in slow.directory._explainer._until)  # its own share is back
+            until(lambda: not slow.directory._explainer._debts.of(here, clock.now()))  # its own share is back
 
 
 def test_a_program_that_repeats_its_question_keeps_no_operator_on_its_host_waiting(make: Any) -> None:

@@ -32,7 +32,7 @@ from kvxfer.identity import Source, TransferId, new_epoch
 from kvxfer.logs import logger
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
-from kvxfer.protocol.shares import IndexedExpiringMap
+from kvxfer.protocol.shares import Debts, IndexedExpiringMap
 from kvxfer.protocol.timers import Timers
 from kvxfer.security import RateLimitedWarnings, Security
 from kvxfer.text import printable
@@ -119,7 +119,7 @@ class Directory:
         self._awaited = IndexedExpiringMap[sockets.ControlConnection, bytes, bytes](config.lease, MAX_AWAITED)
         self._notices = NoticeBox()
         self._paused: dict[sockets.ControlConnection, float] = {}  # until when nothing is received from it
-        self._beyond: dict[PeerIdentity, float] = {}  # the latest of these, by peer
+        self._beyond: Debts[PeerIdentity] = Debts()  # what these owe
         self._peers: dict[Source, sockets.ControlConnection] = {}  # the one that was told something last is the last
         self._idle: Timers[Source] = Timers()
         self._complain = RateLimitedWarnings(log)
@@ -258,8 +258,6 @@ class Directory:
         for paused in [one for one, until in self._paused.items() if until <= now or one.lost is not None]:
             del self._paused[paused]
             self._sockets.go_on(paused)
-        if not self._paused:
-            self._beyond.clear()
         until = now + SLICE_S
         while self._outbox and clock.now() < until:
             match self._outbox.popleft():
@@ -381,8 +379,9 @@ class Directory:
         lost = self._notices.put(notice, connection, nbytes)
         if lost is None:
             self._complain("directory: %s sends more notices than the engine can take; one is dropped", connection.host)
-            due = max(clock.now(), self._beyond.get(connection.peer, 0.0)) + nbytes / BEYOND_PER_S
-            connection.waits, self._paused[connection], self._beyond[connection.peer] = True, due, due
+            now = clock.now()
+            connection.waits = True
+            self._paused[connection] = now + self._beyond.add(connection.peer, nbytes / BEYOND_PER_S, now)
         for _ in range(lost or 0):
             self._complain("directory: a peer sends more notices than the engine can take; one is dropped")
 
@@ -405,7 +404,7 @@ class Directory:
 
     def _make_room(self) -> None:
         """Hang up on the directory that was told something longest ago, if there are too many; it is dialled again when it is needed."""
-        if len(self._peers) >= self._sockets.unheard:
+        if len(self._peers) >= self._sockets.policy.unheard:
             key = next(iter(self._peers))
             self._idle.cancel(key)
             self._sockets.drop(self._peers.pop(key))

@@ -9,6 +9,7 @@ from kvxfer.control.connection import ControlConnection
 from kvxfer.failures import FailureKind
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity
+from kvxfer.protocol.shares import Debts
 
 PAUSE_FACTOR = 10
 """After an answer its peer gets none for this many times as long as it took, and its connection for twice that time."""
@@ -23,19 +24,19 @@ class Explainer:
     """
 
     def __init__(self) -> None:
-        self._until: dict[ControlConnection | PeerIdentity, float] = {}
+        self._debts: Debts[ControlConnection | PeerIdentity] = Debts()
 
     def answer(
         self, asked: m.Explain, connection: ControlConnection, explain: Callable[[m.Explain], m.Explained]
     ) -> m.Explained | m.Refused:
         """Return what ``explain`` says, or that this connection has to wait."""
-        now, waits = clock.now(), self._until
-        for over in [key for key, until in waits.items() if until <= now]:
-            del waits[over]
-        if connection in waits or connection.peer in waits:
+        began, debts = clock.now(), self._debts
+        if debts.of(connection, began) or debts.of(connection.peer, began):
             return _BUSY
         try:
             return explain(asked)
         finally:
-            wait = PAUSE_FACTOR * (clock.now() - now) * (1 + len(waits))
-            waits[connection.peer], waits[connection] = now + wait, now + 2 * wait
+            now = clock.now()
+            wait = PAUSE_FACTOR * (now - began) * (1 + debts.owing(now))
+            debts.add(connection.peer, wait, now)
+            debts.add(connection, 2 * wait, now)

@@ -24,8 +24,6 @@ from kvxfer.protocol.values import LinkId, LinkInfo, Role
 
 K = FailureKind
 
-MAX_LINKS = 1024
-"""The most links that others may dial to this agent. For one more, one over which nothing moves is given up."""
 NO_DIRECTORY = "this is the port of a worker, not of its engine's directory"
 MAX_NAME = 100
 """The most characters of an engine's name."""
@@ -182,7 +180,7 @@ class Inbound(LinkTable[_Dialled]):
             PeerError: Something moves over each of them, and nobody has more than the newcomer.
         """
         made = [link for link in self._links.values() if link.planner is not None]
-        if not made or (len(made) < MAX_LINKS and not self._sockets.short):
+        if not made or not self._sockets.policy.short_of_links(len(made)):
             return None
         made.sort(key=lambda link: link.asked)
         idle = [link for link in made if link.up and not self._serving(link.id)]

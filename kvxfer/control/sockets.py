@@ -1,11 +1,4 @@
-"""The control connections of one thread: polls them, decides who may connect, and bounds how many there are.
-
-Connections that were dialled to this side are *guests* until their owner knows them (``ControlSockets.keep``). All guests
-together may cost a bounded amount, so that strangers take nothing from peers. If there are too many, or descriptors are short, the
-longest silent one of the peer with the most goes (``protocol/peer.py``). If they fill too much memory, the one that fills most
-goes. If there is a key, guests that have not proved it may take a quarter of the places from those that have. So a newcomer
-has time for its handshake, and then takes the place of a guest that has the key and is silent.
-"""
+"""The control connections of one thread: polls them, and closes those that have to go (``accept.py``)."""
 
 from __future__ import annotations
 
@@ -16,17 +9,14 @@ from functools import partial
 
 from kvxfer import clock
 from kvxfer.backend.door import short_of_descriptors
+from kvxfer.control.accept import AcceptPolicy
 from kvxfer.control.connection import ControlConnection, Destination
-from kvxfer.control.descriptors import DescriptorLimits
-from kvxfer.control.guests import Guests
-from kvxfer.control.handshakes import Handshakes
 from kvxfer.control.key_watch import KeyWatch
 from kvxfer.control.ports import listener
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.flag import Flag
 from kvxfer.identity import Address, IdentityError, is_ip, parse_address
-from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.security import Security
 
 __all__ = ["GUEST_FRAME", "ControlConnection", "ControlSockets", "address"]
@@ -37,8 +27,6 @@ _ACCEPTS, _LOOKS = 8, 64
 """The most connections that are accepted at once, each of which may take a millisecond, and with those that are refused."""
 _EVENTS = 64
 """The most connections that are handled in a turn, but for handshakes."""
-_UNLISTED = "it is not in the list of allowed peers"
-_TOO_MANY = "its host has begun too many connections recently, each of which costs a handshake"
 REST_S = 0.1
 """Seconds until the next try when nobody could be accepted, as where the process has no descriptor left."""
 
@@ -58,11 +46,14 @@ class ControlSockets:
         inbox: What other threads leave for this one before they ``wake`` it.
         patience: Seconds after which a connection made from here is lost if what was sent has not reached the peer's system. None: TCP
             goes on for a quarter of an hour, which is for owners that hear from each peer.
+
+    Attributes:
+        policy: Says how many there may be, and who goes.
     """
 
     def __init__(self, security: Security, inbox: Sized = (), patience: float | None = None) -> None:
         self._security, self._inbox, self._patience = security, inbox, patience
-        self._limits = DescriptorLimits()
+        self.policy = AcceptPolicy(security)
         self._epoll = select.epoll()
         self._flag = Flag()
         self._epoll.register(self._flag, select.EPOLLIN)
@@ -70,15 +61,12 @@ class ControlSockets:
         self._listener: socket.socket | None = None
         self._rests_until: float | None = None  # while the listener is not polled
         self._by_fd: dict[int, ControlConnection] = {}
-        self._guests = Guests()
         self._dirty: set[ControlConnection] = set()
         # Those with frames, and those lost without the owner's knowing yet.
         self._ready: dict[ControlConnection, None] = {}
         self._busy: dict[ControlConnection, None] = {}  # those that had frames left after their turn
         self._to_busy = True  # whose turn was the last
         self._more: set[ControlConnection] = set()
-        self._unheard: dict[ControlConnection, None] = {}  # dialled, the earliest first; some may have answered since
-        self._handshakes = Handshakes()
         self._beginning: set[ControlConnection] = set()  # those that dialled, and are in their handshake
         self._keys = KeyWatch(security, self.wake)
 
@@ -119,18 +107,8 @@ class ControlSockets:
 
     def keep(self, conn: ControlConnection, limit: int) -> None:
         """No longer count a connection as a guest; its peer may send frames of ``limit`` bytes from now on."""
-        self._guests.discard(conn)
+        self.policy.discard(conn)
         conn.guest, conn.limit = False, limit
-
-    @property
-    def unheard(self) -> int:
-        """The most connections that may be dialled and silent; beyond, the earliest goes."""
-        return self._limits.unheard
-
-    @property
-    def short(self) -> bool:
-        """Whether this process has few descriptors left, so that a newcomer should take the place of another."""
-        return self._limits.short
 
     def put_back(self, conn: ControlConnection, frame: bytes) -> None:
         """Return a received frame; it and those after it wait until ``go_on``."""
@@ -160,7 +138,7 @@ class ControlSockets:
             self._unready(conn)
             if not conn.guest:
                 conn.guest = True  # until the peer has hung up, it may be cut off like a guest
-                self._guests.add(conn)
+                self.policy.guest(conn)
 
     def poll(self, seconds: float) -> set[ControlConnection]:
         """Wait up to ``seconds`` for something to do; read and write without blocking.
@@ -192,7 +170,7 @@ class ControlSockets:
             elif self._listener is not None and fd == self._listener.fileno():
                 self._accept()
         if shaking:
-            more.update(self._handshakes.next(shaking))
+            more.update(self.policy.next(shaking))
         for conn in more:
             if conn.pump():
                 self._more.add(conn)
@@ -212,7 +190,7 @@ class ControlSockets:
             if conn is None:
                 return
             del queue[conn]
-            self._guests.heard(conn)
+            self.policy.heard(conn)
             try:
                 yield conn
             finally:
@@ -247,7 +225,7 @@ class ControlSockets:
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
-        for conn in [*self._by_fd.values(), *self._guests]:
+        for conn in [*self._by_fd.values(), *self.policy.guests]:
             conn.lose("it was closed here")
         self._by_fd.clear()
         if self._listener is not None:
@@ -269,19 +247,17 @@ class ControlSockets:
                     self._rest(clock.now() + REST_S)
                 return
             host = str(where[0])
-            keyed = self._security.keys is not None
-            unlisted = not self._security.admits(host)
-            if unlisted or (keyed and not self._handshakes.begin(PeerIdentity(host))):
+            if why := self.policy.refusal(host):
                 sock.close()
-                self._security.turned_away(host, _UNLISTED if unlisted else _TOO_MANY)
+                self._security.turned_away(host, why)
                 continue
             secure, proved = self._security.accepted, self._security.proved
             conn = ControlConnection(host, None, GUEST_FRAME, self._dirty, secure, proved, guest=True)
             accepted += 1
-            self._guests.add(conn)
+            self.policy.guest(conn)
             conn.hold(sock)
             self._keys.when_read(partial(self._admit, conn))
-            if (excess := self._guests.excess(self.short)) is not None:
+            if (excess := self.policy.crowded()) is not None:
                 self._lose(*excess)
 
     def _admit(self, conn: ControlConnection) -> None:
@@ -309,7 +285,7 @@ class ControlSockets:
         conn.watched = None
         self._more.discard(conn)
         self._beginning.discard(conn)
-        self._guests.discard(conn)
+        self.policy.discard(conn)
 
     def _settle(self, conn: ControlConnection) -> None:
         """Update what is polled, counted and ready after a connection has changed."""
@@ -327,9 +303,9 @@ class ControlSockets:
             self._ready[conn] = None
         if conn.pending:
             self._more.add(conn)
-        if (greediest := self._guests.measure(conn)) is not None:
-            self._security.turned_away(greediest[0].host, greediest[1])
-            self._lose(*greediest)
+        for greedy, why in self.policy.measure(conn):
+            self._security.turned_away(greedy.host, why)
+            self._lose(greedy, why)
         wanted = conn.fileno(), conn.interest
         if wanted[0] < 0 or wanted == conn.watched:
             return
@@ -348,20 +324,11 @@ class ControlSockets:
     def _begin(self, conn: ControlConnection, target: Address) -> None:
         if conn.lost is not None:
             return
-        if self._limits.spent:
+        if self.policy.spent:
             conn.lack()
         else:
-            self._unheard[conn] = None
-            if len(self._unheard) > self._limits.unheard:
-                self._give_up_unheard()
+            if (unheard := self.policy.dials(conn)) is not None:
+                unheard[0].short = True
+                self._lose(*unheard)
             conn.connect(target)
         self._settle(conn)
-
-    def _give_up_unheard(self) -> None:
-        """Close the connection that has gone without an answer for longest, if there are too many."""
-        self._unheard = {conn: None for conn in self._unheard if conn.lost is None and not conn.answered}
-        if len(self._unheard) > self._limits.unheard:
-            oldest = next(iter(self._unheard))
-            del self._unheard[oldest]
-            oldest.short = True
-            self._lose(oldest, f"{self._limits.unheard} others were dialled since and have not answered either")

@@ -1,4 +1,4 @@
-"""What peers share: bounded amounts, values that are remembered for a while, and turns.
+"""What peers share: bounded amounts, values that are remembered for a while, turns, and a thread's time.
 
 What is shared counts for peers, level by level (``peer.py``): hosts have equal shares, then the engines of a host, then the owners of an
 engine, such as its connections. So one that is greedy, or claims many names, takes from its own share.
@@ -18,6 +18,9 @@ from kvxfer.protocol.peer import NOBODY, PeerIdentity
 Owner = TypeVar("Owner", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+MAX_DEBTORS = 4096
+"""The most owners whose debts are remembered. The one that has cost nothing for longest is forgiven."""
 
 _numbers = count()
 
@@ -263,3 +266,29 @@ class Turns(Generic[Owner, K]):
         if keys:
             self._waiting[owner] = keys
         return key
+
+
+class Debts(Generic[Owner]):
+    """What owners owe, in seconds, for what they have cost lately. Each second pays off one. The clock is an argument."""
+
+    def __init__(self) -> None:
+        self._owed: OrderedDict[Owner, tuple[float, float]] = (
+            OrderedDict()
+        )  # how much, as of when; the last to owe is the last
+
+    def of(self, owner: Owner, now: float) -> float:
+        """Return how much an owner owes."""
+        owed, then = self._owed.get(owner, (0.0, now))
+        return max(0.0, owed - (now - then))
+
+    def add(self, owner: Owner, seconds: float, now: float) -> float:
+        """Have an owner owe more; return how much it owes."""
+        self._owed[owner] = owed, _ = self.of(owner, now) + seconds, now
+        self._owed.move_to_end(owner)
+        if len(self._owed) > MAX_DEBTORS:
+            self._owed.popitem(last=False)
+        return owed
+
+    def owing(self, now: float) -> int:
+        """Return how many owners owe something."""
+        return sum(self.of(owner, now) > 0 for owner in self._owed)

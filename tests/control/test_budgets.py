@@ -18,7 +18,7 @@ from types import FrameType
 
 import pytest
 
-from kvxfer.control import guests, peers
+from kvxfer.control import accept, peers
 from kvxfer.control.frames import HEAD, FrameBuffer
 from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
@@ -239,7 +239,7 @@ def test_hellos_without_end_keep_no_engine_out(engine) -> None:
 def test_of_too_many_who_say_nothing_one_goes_of_the_host_that_has_most(
     engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guests, "GUESTS", 4)
+    monkeypatch.setattr(accept, "GUESTS", 4)
     p = engine({"verbs": ["read"]}, seed=1)
     other = FakeTransport("other", {"verbs": ["read"]})
     with ExitStack() as stack:
@@ -270,7 +270,7 @@ def test_what_strangers_have_said_is_forgotten_with_their_connections(
         stack.callback(go_on.set)
         stack.enter_context(Stranger(address)).say(hello(p))
         assert looked.wait(60)
-        said, kept = bytes(200 << 10), guests.GUEST_BYTES // (200 << 10)
+        said, kept = bytes(200 << 10), accept.GUEST_BYTES // (200 << 10)
         crowd: list[Stranger] = []
 
         def in_hand() -> bool:

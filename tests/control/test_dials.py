@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.control import outbound
-from kvxfer.control.descriptors import DescriptorLimits
+from kvxfer.control.accept import AcceptPolicy
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
@@ -93,7 +93,7 @@ def test_a_load_that_needs_more_descriptors_than_there_are_fails_as_that(
     p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, peer_timeout=2.0)
     other = engine({"verbs": ["read"]}, seed=2)
     honest(p, d)
-    monkeypatch.setattr(d.agents[0]._loop.sockets._limits, "dialled", 0)
+    monkeypatch.setattr(d.agents[0]._loop.sockets.policy, "dialled", 0)
     d.agents[0].fetch(fetch(other.source, [6], 4, transfer=BAIT, handle="bait"))
     end = d.over("bait")
     assert end.outcome.kind is K.OVERLOADED and "ulimit -n" in str(end.outcome.failure), end
@@ -103,7 +103,7 @@ def test_a_load_that_needs_more_descriptors_than_there_are_fails_as_that(
 def test_who_connects_when_descriptors_are_short_takes_the_place_of_the_silent(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DescriptorLimits, "__init__", lambda self: self.__dict__.update(accepted=0, dialled=1 << 30))
+    monkeypatch.setattr(AcceptPolicy, "short", True)
     p = engine({"verbs": ["read"]}, seed=1)
     with ExitStack() as stack:
         where = (p.source.host, p.source.port)
@@ -117,10 +117,9 @@ def test_addresses_that_requests_name_take_a_part_of_the_descriptors(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By notices, as for sources that are asked, and by loads. Who is dialled takes the connection and says nothing."""
-    monkeypatch.setattr(DescriptorLimits, "unheard", 20)
     d = engine({"verbs": ["read"]}, blocks=256, peer_timeout=3.0)
     for sockets in (d.directory._sockets, d.agents[0]._loop.sockets):
-        monkeypatch.setattr(sockets._limits, "unheard", 20)
+        monkeypatch.setattr(sockets.policy, "unheard", 20)
     with socket.create_server(("0.0.0.0", 0), backlog=512) as silent:
         port, before = silent.getsockname()[1], len(os.listdir("/proc/self/fd"))
         most = 0

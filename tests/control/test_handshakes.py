@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.control import handshakes
+from kvxfer.control import accept
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.protocol import messages as m
+from kvxfer.protocol import shares
 from kvxfer.security import RateLimitedWarnings, Security
 from kvxfer.testing.clock import SetForward
 from tests.control.test_sockets import pair, polled, with_key
@@ -57,8 +58,8 @@ def accepts(security: Security, host: str, port: int, theirs: ControlSockets) ->
 def test_a_host_that_connects_without_end_is_refused_by_name_and_no_other(
     clock: SetForward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(handshakes, "BURST", 5)
-    monkeypatch.setattr(handshakes, "A_SECOND", 2)
+    monkeypatch.setattr(accept, "BURST", 5)
+    monkeypatch.setattr(accept, "A_SECOND", 2)
     monkeypatch.setattr("kvxfer.security._turned_away", RateLimitedWarnings(logging.getLogger("kvxfer.security"), 0.0))
     security = with_key(tmp_path)
     with pair(security) as (ours, theirs, port), caplog.at_level(logging.WARNING):
@@ -73,7 +74,7 @@ def test_a_host_that_connects_without_end_is_refused_by_name_and_no_other(
 
 
 def test_without_a_key_connecting_costs_nothing_and_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshakes, "BURST", 1)
+    monkeypatch.setattr(accept, "BURST", 1)
     with pair(Security()) as (ours, theirs, port):
         for _ in range(5):
             connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
@@ -82,7 +83,7 @@ def test_without_a_key_connecting_costs_nothing_and_is_not_counted(monkeypatch: 
 
 def test_whoever_has_begun_fewest_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newcomer's handshake is done before those of forty connections that were there first."""
-    monkeypatch.setattr(handshakes, "IN_A_TURN", 1)
+    monkeypatch.setattr(accept, "IN_A_TURN", 1)
     security = with_key(tmp_path)
     with pair(security) as (_, theirs, port):
         crowd = [dialled(security, "127.0.0.2", port) for _ in range(40)]
@@ -110,9 +111,9 @@ def test_whoever_has_begun_fewest_goes_first(tmp_path: Path, monkeypatch: pytest
                 one.__exit__(None, None, None)
 
 
-def test_hosts_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshakes, "_MAX_HOSTS", 3)
-    counted = handshakes.Handshakes()
+def test_hosts_are_remembered_up_to_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "MAX_DEBTORS", 3)
+    policy = accept.AcceptPolicy(with_key(tmp_path))
     for i in range(10):
-        assert counted.begin(handshakes.PeerIdentity(f"10.0.0.{i}"))
-    assert len(counted._begun) == 3
+        assert not policy.refusal(f"10.0.0.{i}")
+    assert len(policy._handshakes._owed) == 3

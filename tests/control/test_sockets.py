@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control import guests, sockets
+from kvxfer.control import accept, sockets
 from kvxfer.control.sockets import ControlConnection, ControlSockets, address
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN, RateLimitedWarnings, Security, make_key
@@ -78,11 +78,11 @@ def test_a_connection_that_is_reset_is_lost_and_closed(keyed: bool, sends: bool,
 
 
 def test_strangers_take_the_place_of_nobody_who_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guests, "GUESTS", 4)
+    monkeypatch.setattr(accept, "GUESTS", 4)
     with ExitStack() as stack:
         ours, theirs, port = stack.enter_context(pair(with_key(tmp_path)))
         connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
-        polled(lambda: connection.opened and any(c.authenticated for c in theirs._guests), ours, theirs)
+        polled(lambda: connection.opened and any(c.authenticated for c in theirs.policy.guests), ours, theirs)
         strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(8)]
         polled(lambda: sum(bool(select.select([s], [], [], 0)[0]) for s in strangers) >= 5, ours, theirs)
         assert connection.lost is None
@@ -106,8 +106,8 @@ def test_a_stranger_that_has_gone_before_it_is_looked_at_costs_nobody_a_turn(sai
         stranger.sendall(said)
         reset(stranger)
         connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
-        polled(lambda: connection.opened and any(c.authenticated for c in theirs._guests), ours, theirs)
-        assert len(theirs._guests) == 1
+        polled(lambda: connection.opened and any(c.authenticated for c in theirs.policy.guests), ours, theirs)
+        assert len(theirs.policy.guests) == 1
 
 
 def test_who_comes_when_no_descriptor_is_left_is_heard_once_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,14 +153,15 @@ def test_a_stranger_that_breaks_off_while_its_frame_waits_is_let_go() -> None:
         polled(wait, hub)
         reset(knocking)
         polled(lambda: waiting[0].lost is not None, hub)
-        assert not hub._guests
+        assert not hub.policy.guests
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["peers", "strangers"])
 def test_unfinished_messages_of_a_peer_s_many_links_take_no_more_than_a_bound(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: bool
 ) -> None:
-    """Each may be long, as a block table is. Who holds most loses links; the others' messages come."""
-    monkeypatch.setattr(guests, "PEER_BYTES", bound := 1 << 20)
+    """Each may be long, as a block table is. Who holds most loses links; the others' messages come, of which each may be longer."""
+    monkeypatch.setattr(accept, "PEER_BYTES" if known else "GUEST_BYTES", bound := 1 << 20)
     monkeypatch.setattr("kvxfer.security._turned_away", RateLimitedWarnings(logging.getLogger("kvxfer.security"), 0.0))
     with ExitStack() as stack:
         hub = ControlSockets(OPEN)
@@ -171,28 +172,32 @@ def test_unfinished_messages_of_a_peer_s_many_links_take_no_more_than_a_bound(
         def hear(many: int) -> bool:
             for connection in hub.ready():
                 while (frame := connection.receive()) is not None:
-                    hub.keep(connection, 4 << 20)
+                    if known:
+                        hub.keep(connection, 4 << 20)
                     heard.setdefault(connection, []).append(frame)
             hub.flush()
-            return len(heard) >= many
+            return len(heard if known else hub.policy.guests) >= many
 
         def met(host: str) -> socket.socket:
             sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), 20.0, (host, 0)))
-            sock.sendall(framed(b"hello"))
-            before = len(heard)
+            if known:
+                sock.sendall(framed(b"hello"))
+            before = len(met_all)
             polled(lambda: hear(before + 1), hub)
+            met_all.append([*(heard if known else hub.policy.guests)][-1])
             return sock
 
-        honest = met("127.0.0.1")
-        (known,) = heard
-        long = framed(bytes(400 << 10))
-        honest.sendall(long[: 300 << 10])
+        met_all: list[ControlConnection] = []
+        long = framed(bytes(200 << 10))
+        honest, most = met("127.0.0.1"), 190 << 10
+        honest.sendall(long[:most])
+        polled(lambda: hear(99) or met_all[0].held >= most - 16, hub)
         greedy = [met("127.0.0.2") for _ in range(12)]
         for one in greedy:
-            one.sendall(long[:-1])
-        polled(lambda: hear(99) or sum(c.lost is not None for c in heard) >= 10, hub)
-        assert sum(c.held for c in heard) <= bound
-        honest.sendall(long[300 << 10 :])
-        polled(lambda: hear(99) or len(heard[known]) == 2, hub)
-        assert heard[known][1] == bytes(400 << 10) and known.lost is None
+            one.sendall(long[: 180 << 10])
+        polled(lambda: hear(99) or sum(c.lost is not None for c in met_all) >= 8, hub)
+        assert sum(c.held for c in met_all) <= bound
+        honest.sendall(long[most:])
+        polled(lambda: hear(99) or bool(heard.get(met_all[0])) and len(heard[met_all[0]][-1]) > 9, hub)
+        assert heard[met_all[0]][-1] == bytes(200 << 10) and met_all[0].lost is None
         assert "127.0.0.2" in caplog.text and "127.0.0.1" not in caplog.text

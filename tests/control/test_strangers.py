@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control import inbound, notices
+from kvxfer.control import accept, notices
 from kvxfer.control.directory import Directory
 from kvxfer.errors import ArgumentError
 from kvxfer.failures import FailureKind
@@ -336,7 +336,7 @@ def test_however_many_links_strangers_keep_alive_the_next_one_is_made(
     engine, pair: tuple[SeededEngine, SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the cost of one over which nothing moves, of whoever has most of them."""
-    monkeypatch.setattr(inbound, "MAX_LINKS", 4)
+    monkeypatch.setattr(accept, "MAX_LINKS", 4)
     p, d = pair
     other = FakeTransport("other", {"verbs": ["read"]})
     address = p.agents[0].descriptor.address
