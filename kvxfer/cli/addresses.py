@@ -5,18 +5,27 @@ from __future__ import annotations
 import socket
 
 import msgspec
+import typer
 
 from kvxfer.backend.ports import own_addresses
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.lookup import look_up
 from kvxfer.errors import ConfigError, PeerError
-from kvxfer.identity import Address
+from kvxfer.identity import Address, IdentityError, parse_address
 from kvxfer.security import Security
 from kvxfer.settings import everywhere
 
 ANSWER_S = 2.0
 """Seconds in which an engine on this host answers."""
+
+
+def peer_address(text: str, option: str) -> Address:
+    """Return the address of an engine's directory that an option gives."""
+    try:
+        return parse_address(text)
+    except IdentityError as e:
+        raise typer.BadParameter(f"{e}; give the HOST:PORT of an engine's directory", param_hint=option) from None
 
 
 def told_address(config: Config, automatic: bool) -> str:

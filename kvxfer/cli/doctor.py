@@ -13,7 +13,7 @@ import typer
 from rich.table import Column, Table
 
 import kvxfer
-from kvxfer.cli.addresses import address_problems, directory_address, running_engine, told_address
+from kvxfer.cli.addresses import address_problems, directory_address, peer_address, running_engine, told_address
 from kvxfer.cli.compare import differences
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import check_device, host_facts
@@ -25,7 +25,7 @@ from kvxfer.config import Config
 from kvxfer.engine.side_channel import NAMES
 from kvxfer.errors import ConfigError
 from kvxfer.failures import Failure
-from kvxfer.identity import Address, IdentityError, parse_address
+from kvxfer.identity import Address
 from kvxfer.settings import AUTO_ADDRESS, json_object, loopback
 from kvxfer.transport import Probe, Transport, registry
 from kvxfer.transport.auto import AUTO, choose, options_for
@@ -75,7 +75,7 @@ def doctor(
     """
     said = _settings_said(config)
     settings = said.located()
-    peers = _peers(peer or [])
+    peers = [peer_address(text, "--peer") for text in peer or ()]
     if stand_in and (peers or as_json):
         raise typer.BadParameter(
             "stands in for an engine, and reports nothing: leave out --peer and --json", param_hint="--stand-in"
@@ -150,13 +150,6 @@ def _stand_in(settings: Config, device: str) -> None:
         pass
     finally:
         engine.close()
-
-
-def _peers(peers: Sequence[str]) -> list[Address]:
-    try:
-        return [parse_address(peer) for peer in peers]
-    except IdentityError as e:
-        raise typer.BadParameter(f"{e}; give the HOST:PORT of an engine's directory", param_hint="--peer") from None
 
 
 def _names(config: Config) -> list[str]:

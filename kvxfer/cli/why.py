@@ -11,6 +11,7 @@ import typer
 from msgspec.structs import asdict as fields_of
 from msgspec.structs import replace
 
+from kvxfer.cli.addresses import peer_address
 from kvxfer.cli.doctor import read_settings
 from kvxfer.cli.terminal import failed_at, make_console, verbatim
 from kvxfer.cli.verdict import Finding, judge, tale
@@ -58,7 +59,10 @@ def why(
         raise typer.BadParameter("give the address of an engine's directory", param_hint="--decode or --prefill")
     asker = _Asker(Security.of(read_settings(config)))
     asked = Explain(request=request[:2000], most=last)
-    found = _stories(asker, asked, _address(decode, "--decode"), _address(prefill, "--prefill"))
+    at = (
+        peer_address(text, option) if text else None for text, option in ((decode, "--decode"), (prefill, "--prefill"))
+    )
+    found = _stories(asker, asked, *at)
     report = {
         "requests": [
             {
@@ -143,13 +147,6 @@ def _source(story: Story) -> Address | None:
         return parse_address(story.peer)
     except IdentityError:
         return None
-
-
-def _address(text: str, option: str) -> Address | None:
-    try:
-        return parse_address(text) if text else None
-    except IdentityError as e:
-        raise typer.BadParameter(f"{e}; give the HOST:PORT of an engine's directory", param_hint=option) from None
 
 
 def _plain(story: Story) -> dict[str, Any]:
