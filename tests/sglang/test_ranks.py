@@ -343,6 +343,8 @@ def test_dropping_an_attempt_leaves_the_next_alone(manager: Manager) -> None:
     rank, attempt, _ = decoding(manager)
     again = rank.expect(ROOM, [[6, 7]], 0, 32, manager.others.append)
     rank.drop(ROOM, attempt, "late")
+    rank.failed(AttemptFailed(ROOM, attempt, "no more"))
+    assert manager.request_status[ROOM] != FAILED and not manager.others
     manager.request_status[ROOM] = WAITING
     rank.offered(offered(again))
     assert "fetch" in manager.called()
