@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvxfer import clock
 from kvxfer.engine.exchange import Report
 from kvxfer.failures import Failure, Outcome
-from kvxfer.identity import Generation, RequestId, TransferId
+from kvxfer.identity import Generation, Handle, RequestId, TransferId
 from kvxfer.protocol.values import Ended, Event, GenerationReleased, Released
 from kvxfer.schedule import RankResult
 from kvxfer.values import Fetch, OfferEnd, Rank, Stages
@@ -46,10 +46,10 @@ class RankEnds:
         result = RankResult(RequestId(fetch.handle), self._rank, fetch.number or 0)
         self._loads[result.handle] = _RankLoad(result, len(fetch.blocks.ids()), fetch.lent)
 
-    def number(self, request: RequestId) -> int | None:
-        """Return the number of a load that is under way; None if none of this name is."""
-        load = self._loads.get(request)
-        return None if load is None or load.result.short is not None else load.result.number
+    def handle(self, number: int) -> Handle | None:
+        """Return the name of the load of this number; None if it is not under way."""
+        found = (load.result for load in self._loads.values())
+        return next((Handle(one.handle) for one in found if one.number == number and one.short is None), None)
 
     def refuse(self, fetch: Fetch, why: Failure) -> None:
         """End a load that the agent has refused."""

@@ -20,7 +20,6 @@ from kvxfer.engine.rank_ends import RankEnds
 from kvxfer.engine.side_channel import ChannelAddress, DirectFetches, Results, Take, WorkerChannel
 from kvxfer.errors import ArgumentError, ClosedError, KvxferError
 from kvxfer.failures import Failure
-from kvxfer.identity import Handle
 from kvxfer.logs import logger
 from kvxfer.protocol.values import Ended
 from kvxfer.schedule import RankResult
@@ -150,11 +149,11 @@ class WorkerSide:
                 (one.number + 1 for one in step.commands.fetches if one.number is not None), default=self._next
             )
             self._direct = {number for number in self._direct if number >= self._next}
-            # A later load of the same name may have begun ahead of its step.
-            cancels = [c for c in step.commands.cancels if self._ends.number(c.handle) not in self._direct]
+            cancels = [(self._ends.handle(cancel.number), cancel.reason) for cancel in step.commands.cancels]
         with _unless_closed:
-            for cancel in cancels:
-                self.agent.cancel(Handle(cancel.handle), cancel.reason)
+            for handle, reason in cancels:
+                if handle is not None:
+                    self.agent.cancel(handle, reason)
 
     def _begin(self, fetches: tuple[Fetch, ...]) -> None:
         """Begin those fetches that have not begun yet."""

@@ -49,9 +49,9 @@ class Revoke(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """The engine no longer needs a fetch. The workers report its end as they report any other."""
+    """The engine no longer needs the fetch of a number. The workers report its end as they report any other."""
 
-    handle: RequestId
+    number: int
     reason: str
 
 

@@ -249,8 +249,8 @@ class FetchSchedule:
         """Do what is to be done with a move that has been made."""
         for action in (*LEFT.get(before, ()), *ENTERED.get(load.state, ())):
             match action:
-                case _A.CANCEL:
-                    self._cancels.append((load, Cancel(load.request, reason)))
+                case _A.CANCEL if load.fetched is not None:
+                    self._cancels.append((load, Cancel(load.fetched, reason)))
                 case _A.FILLED:
                     self._ledger.drop(load)
                     by = f"the prefetch of request {load.request}"
@@ -328,7 +328,7 @@ class FetchSchedule:
         """Return the fetches and cancels since the last call. Call it once a step."""
         if not self.fetches and not self._cancels:
             return StepCommands()
-        # A cancel that comes too late must not hit the next load of its name.
+        # What has ended by now need not be cancelled.
         cancels = tuple(
             cancel for load, cancel in self._cancels if load.state in (_S.CANCELLED, _S.ABANDONED, _S.UNQUIET)
         )

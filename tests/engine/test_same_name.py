@@ -85,10 +85,10 @@ def test_a_cancel_that_comes_late_does_not_hit_the_load_that_has_gone_ahead(boar
     agent.wire.fail(agent.loads["r"], "its peer went away")
     assert over(worker.collect()).keys() == {"r"}
     end.take(DirectFetches((two,)))
-    worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),))))
+    worker.load(Step(StepCommands(cancels=(Cancel(0, "its client left"),))))
     assert not agent.loads["r"].ended
     worker.load(Step(StepCommands(fetches=(two,))))
-    worker.load(Step(StepCommands(cancels=(Cancel("r", "its client left"),))))
+    worker.load(Step(StepCommands(cancels=(Cancel(1, "its client left"),))))
     assert "r" not in agent.loads and over(worker.collect()).keys() == {"r"}
 
 

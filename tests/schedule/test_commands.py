@@ -24,7 +24,7 @@ ALL = StepCommands(
         Fetch("r", T, b"d", PEER, table((-1, 2)), 16, 20, None),
         Fetch("r", T, b"d", PEER, table(()), 0, 20, PEER),
     ),
-    cancels=(Cancel("r", "why"),),
+    cancels=(Cancel(0, "why"),),
 )
 
 
@@ -58,7 +58,7 @@ def test_both_halves_speak_with_one_voice() -> None:
     commands = schedule.commands()
     assert [want.transfer for want in commands.fetches] == [T, other]
     assert [offer.transfer for offer in commands.offers] == [other]
-    assert [cancel.handle for cancel in commands.cancels] == ["s"]
+    assert [cancel.number for cancel in commands.cancels] == [1]
     assert [revoke.transfer for revoke in commands.revokes] == [T]
     producer.preempt("r")
     preempt(consumer, "r")

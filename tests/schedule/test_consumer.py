@@ -116,7 +116,7 @@ class TestOnce:
         intake.commands()
         preempt(intake, "r")
         (cancel,) = intake.commands().cancels
-        assert cancel == Cancel("r", "the consumer preempted the request")
+        assert cancel == Cancel(0, "the consumer preempted the request")
         assert intake.matched("r", 0) == 0
         intake.finish("r")
         assert not intake.commands(), "cancelled once"
@@ -171,7 +171,7 @@ class TestSiblings:
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         intake.finish("r", "aborted")
         commands = intake.commands()
-        assert commands.cancels == (Cancel("r", "aborted"),) and len(commands.fetches) == 1
+        assert commands.cancels == (Cancel(0, "aborted"),) and len(commands.fetches) == 1
         assert intake.matched("s", 0) == 0
         loaded(intake, "r")
         intake.finish("s")

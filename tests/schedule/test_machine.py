@@ -374,7 +374,8 @@ class Machine(RuleBasedStateMachine):
         self.loads.append((want, request))
 
     def cancelled(self, cancel: Cancel) -> None:
-        (taking,) = [t for known in self.taking.values() for t in known if cancel.handle in [r.id for r in t.requests]]
+        (loader,) = [request for want, request in self.loads if want.number == cancel.number]
+        (taking,) = [t for known in self.taking.values() for t in known if loader in t.requests]
         assert not taking.cancelled
         assert [request.over for request in taking.requests if request.loading] == [True]
         taking.cancelled = True
