@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import itertools
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.worker import block_table
 
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Rank, TokenTurns
 from kvxfer_vllm.layout import Place, rank_of
 from kvxfer_vllm.pages.groups import group_pages
+from tests.geometry.layouts import dealt
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, Group, prompt
@@ -26,22 +26,50 @@ from tests.vllm.test_catalogue import groups
 from tests.vllm.test_pages import indexer, latent
 from tests.vllm.writers import attention, gpu
 
-HERE = Path(__file__).parent
 overlap = both_ways
 
 
-def test_slots_are_those_of_vllms_kernel() -> None:
-    """Triton's interpreter runs it in a process of its own, since what Triton decorates stays interpreted."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / "slot_mappings.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "slots as described" in done.stdout
+TOKENS = 150
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's kernel that gives tokens their slots, under Triton's interpreter. Without a GPU vLLM has left it a plain function."""
+    found = block_table.ComputeSlotMappingKernel.kernel
+    plain = getattr(found, "fn", found)
+    for name, module in (("tl", triton.language), ("triton", triton)):
+        monkeypatch.setitem(plain.__globals__, name, module)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return triton.jit(plain)
+
+
+def test_slots_are_those_of_vllms_kernel(kernel: Any) -> None:
+    two_sizes = (
+        "BLOCKS_PER_KV_BLOCK" in kernel.arg_names
+    )  # of attention kernels and of the cache, as in 0.31; equal here
+    for size, ranks, span in itertools.product((8, 16), (1, 2, 3, 4), (1, 2, 8)):
+        blocks = [(5 * i + 3) % 23 for i in range(TOKENS // size + 1)]
+        for rank in range(ranks):
+            out, table = torch.full((TOKENS + 3,), 7), torch.tensor([blocks], dtype=torch.int32)
+            kernel[(2,)](
+                TOKENS,
+                TOKENS + 3,
+                torch.tensor([0, TOKENS], dtype=torch.int32),
+                torch.arange(TOKENS),
+                table,
+                table.stride(0),
+                *([size] if two_sizes else []),
+                out,
+                KV_CACHE_BLOCK_SIZE=size,
+                TOTAL_CP_WORLD_SIZE=ranks,
+                TOTAL_CP_RANK=rank,
+                CP_KV_CACHE_INTERLEAVE_SIZE=span,
+                PAD_ID=-1,
+                BLOCK_SIZE=64,
+                **({"BLOCKS_PER_KV_BLOCK": 1} if two_sizes else {}),
+            )
+            at = map(dealt(rank, ranks, span).get, range(TOKENS))
+            assert out[:TOKENS].tolist() == [-1 if i is None else blocks[i // size] * size + i % size for i in at]
 
 
 # --- loads between engines of tensors
