@@ -18,12 +18,27 @@ MIN_STEP = 32
 """The fewest tokens of prompts in a step whose time counts as the time of computing them. With fewer, most goes into the step itself."""
 
 
+class _Trials:
+    """Lets one through now and then that an estimate refuses: after a single slow one, that could refuse all others for ever."""
+
+    def __init__(self) -> None:
+        self._refused = 0  # after the last that was let through
+
+    def due(self, after: int) -> bool:
+        """Count one that is refused; return whether it is let through, because as many before it were not."""
+        self._refused += 1
+        if self._refused <= after:
+            return False
+        self._refused = 0
+        return True
+
+
 class Pace:
     """Estimates how long something takes, by the number of tokens and by how long it took recently."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
-        self._refused = 0  # how many have been since one was last tried against the estimate
+        self._trials = _Trials()
 
     def took(self, tokens: int, seconds: float) -> None:
         """Record how long a number of tokens took."""
@@ -43,17 +58,8 @@ class Pace:
         return min(took[-1], statistics.median(took))
 
     def fits(self, tokens: int, seconds: float) -> bool:
-        """Return whether this number of tokens may be tried within these seconds.
-
-        Loads that are not tried teach nothing: after a single slow one, this could refuse all others for ever. So one load is let
-        through after as many refusals as loads are remembered.
-        """
-        fits = (self.estimate(tokens) or 0.0) <= seconds
-        if fits or self._refused < len(self._seen):
-            self._refused += not fits
-            return fits
-        self._refused = 0
-        return True
+        """Return whether this number of tokens may be tried within these seconds."""
+        return (self.estimate(tokens) or 0.0) <= seconds or self._trials.due(len(self._seen))
 
 
 class LinkPaces:
@@ -114,7 +120,7 @@ class LoadOrCompute:
 
     def __init__(self) -> None:
         self._links, self._computing = LinkPaces(), StepCost()
-        self._refused = 0  # loads that did not pay, after the last that was tried against the estimate
+        self._trials = _Trials()
 
     def took(self, tokens: int, seconds: float) -> None:
         """Record how long a step took that computed ``tokens`` tokens of prompts."""
@@ -131,15 +137,9 @@ class LoadOrCompute:
         return math.inf if known is None else known
 
     def saves(self, source: Source, tokens: int, ask: Ask) -> float:
-        """Return the seconds that a load should save: less than 0 if it does not pay, ``inf`` if that is not known, or does not matter.
+        """Return the seconds that a load should save: less than 0 if it does not pay, ``inf`` if it may be tried anyway.
 
-        Loads that are not tried teach nothing. So one is let through after ``REMEMBERED`` that did not pay.
+        That is so if nothing is known, if it does not matter, or after ``REMEMBERED`` that did not pay.
         """
         saved = self.computing(tokens, ask) - (self._links.estimate(source, tokens) or 0.0)
-        if saved > 0:
-            return saved
-        self._refused += 1
-        if self._refused <= REMEMBERED:
-            return saved
-        self._refused = 0
-        return math.inf
+        return saved if saved > 0 or not self._trials.due(REMEMBERED) else math.inf
