@@ -75,7 +75,7 @@ class World:
             asks = engine.scheduler._asks
             awaited = [one for name in asks._sent.keys() if (one := asks._sent.get(name)) and one[1] is not None]
             assert not len(engine.scheduler._requests) and not awaited and not asks._alike
-            assert not engine.scheduler._answers._shares._all
+            assert not engine.scheduler._answers._shares.taken
 
 
 @pytest.fixture
