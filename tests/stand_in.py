@@ -1,4 +1,4 @@
-"""A stand-in of `kvxfer doctor` in a process of its own, which loads nothing that it does not need."""
+"""What `kvxfer doctor` begins, as forks of a process that has imported kvxfer and no library: a stand-in, and who asks back ends."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ import multiprocessing as mp
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from kvxfer.cli import probing
 from kvxfer.cli.stand_in import StandIn
 from kvxfer.config import Config
 
-__all__ = ["standing_in"]
+__all__ = ["asked_by_forks", "standing_in"]
 
-_spawn = mp.get_context("spawn")
+_forks = mp.get_context("forkserver")
+_forks.set_forkserver_preload(["kvxfer.testing.engine", "kvxfer.cli.probing", "kvxfer.cli.stand_in"])
+
+
+@pytest.fixture(autouse=True)
+def asked_by_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where doctor asks back ends by a new interpreter, which tests/test_played_incidents.py does, it takes a fork here."""
+    monkeypatch.setattr(probing, "multiprocessing", SimpleNamespace(get_context=lambda way: _forks))
 
 
 @contextmanager
 def standing_in(**config: Any) -> Iterator[str]:
     """Have an engine with these settings stood in for, and give its address."""
-    ours, theirs = _spawn.Pipe()
-    process = _spawn.Process(target=_serve, args=(theirs, config), daemon=True)
+    ours, theirs = _forks.Pipe()
+    process = _forks.Process(target=_serve, args=(theirs, config), daemon=True)
     process.start()
     theirs.close()
     try:

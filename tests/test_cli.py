@@ -19,6 +19,7 @@ from kvxfer.config import Config
 from kvxfer.security import make_key
 from kvxfer.transport import registry
 from tests.conftest import require
+from tests.stand_in import asked_by_forks  # noqa: F401  a fixture
 
 BACKEND = """
 import os

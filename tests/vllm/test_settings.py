@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvxfer.cli import doctor
+from kvxfer.cli.main import build
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.transport import registry
 from kvxfer_vllm.connector import KVXferConnector
 from kvxfer_vllm.migration import ConnectorConfig
 from kvxfer_vllm.nixl import NixlConnector
@@ -125,6 +129,22 @@ def test_doctor_reads_the_settings_of_connectors(monkeypatch: pytest.MonkeyPatch
         doctor.read_settings('{"ports": 7}')
     with pytest.raises(ConfigError, match="'ports'.*did you mean 'port'"):
         doctor.read_settings('{"legacy_hosts": ["10.0.0.0/8"], "ports": 7}')
+
+
+def test_doctor_takes_vllms_option_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And finds all that kvxfer touches of the vLLM that is here."""
+    tcp = {"tcp": registry.available()["tcp"]}
+    monkeypatch.setattr(registry, "available", lambda: tcp)
+    ours = {
+        "kv_connector": "KVXferConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"listen": "127.0.0.5"},
+    }
+    store = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [store, ours]}}
+    told = CliRunner().invoke(build(), ["doctor", "--json", "--config", json.dumps({**both, "kv_role": "kv_both"})])
+    report = json.loads(told.stdout)
+    assert (told.exit_code, report["problems"], report["address"]) == (0, [], "127.0.0.5")
 
 
 @pytest.mark.parametrize("asked", ["as arguments are read", "before weights are loaded", "as a side is made"])
