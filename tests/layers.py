@@ -99,9 +99,10 @@ LAYERS = {
 
 
 def lint() -> int:
-    """Print the lines of each area, and check form, types and prose; return the status of the first check that fails, or 0."""
+    """Print the lines of each area, and check form, types, prose and stated faults; return the status of the first that fails, or 0."""
     subprocess.run([sys.executable, "-m", "tests.areas"], cwd=ROOT, check=True)
-    checks = (["ruff", "format", "--check", "--quiet", "."], ["ruff", "check", "."], ["mypy"], ["tests.docs.lint"])
+    form = ["ruff", "format", "--check", "--quiet", "."], ["ruff", "check", "."]
+    checks = (*form, ["tests.mutants", "--stale"], ["mypy"], ["tests.docs.lint"])
     return next(
         filter(None, (subprocess.run([sys.executable, "-m", *check], cwd=ROOT).returncode for check in checks)), 0
     )

@@ -1,7 +1,7 @@
 """Puts each fault of `product.toml` into a copy of the tree, and shows which test finds it: `python -m tests.mutants [NAME...]`.
 
-A fault must be found by what `make test` runs. One whose text is not in the tree any more is stale: state it for the code that took its
-place. Run this before you delete or weaken tests.
+A fault must be found by what `make test` runs. One whose text is not in the tree any more, or whose tests are not, is stale: state it for
+the code that took its place. `make lint` names those (`--stale`). Run this before you delete or weaken tests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.layers import LAYERS, ROOT, Layer
@@ -75,24 +76,37 @@ def found_by(tests: str, tree: Path) -> str | None:
     return None
 
 
+def stale(mutant: Mapping[str, str], tree: Path) -> str:
+    """Return why a fault cannot be put into a tree or found there; empty if it can."""
+    file = tree / mutant["file"]
+    count = file.read_text().count(mutant["text"]) if file.is_file() else 0
+    if count != 1:
+        return f"its text stands {count} times in {mutant['file']}"
+    return "".join(f"there is no {path}" for path in mutant["tests"].split() if not (tree / path).exists())
+
+
 def main() -> int:
-    """Try the faults of these names, or all; return how many are stale or survive."""
+    """Try the faults of these names, or all, or only look for stale ones; return whether any is stale or survives."""
     mutants = tomllib.loads(Path(__file__).with_name("product.toml").read_text())
+    if sys.argv[1:] == ["--stale"]:
+        found = {name: why for name, mutant in mutants.items() if (why := stale(mutant, ROOT))}
+        print(*(f"STALE    {name}: {why}" for name, why in found.items()), sep="\n", end="\n" if found else "")
+        return bool(found)
     results: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="kvxfer-mutants-") as folder:
         tree = Path(folder)
         copy_tree(tree)
         for name in sys.argv[1:] or mutants:
             mutant, began = mutants[name], time.monotonic()
-            file = tree / mutant["file"]
-            sound = file.read_text() if file.is_file() else ""
-            if sound.count(mutant["text"]) != 1:
-                result, by = "STALE", f"its text stands {sound.count(mutant['text'])} times in {mutant['file']}"
+            if why := stale(mutant, tree):
+                result, by = "STALE", why
             else:
+                file = tree / mutant["file"]
+                sound = file.read_text()
                 file.write_text(sound.replace(mutant["text"], mutant["instead"]))
-                found = found_by(mutant["tests"], tree)
+                first = found_by(mutant["tests"], tree)
                 file.write_text(sound)
-                result, by = ("SURVIVES", "-") if found is None else ("found", found)
+                result, by = ("SURVIVES", "-") if first is None else ("found", first)
             results[result] += 1
             print(f"{result:8} {name:52} {time.monotonic() - began:4.0f} s  {by}", flush=True)
     print(", ".join(f"{count} {what}" for what, count in results.items()))
