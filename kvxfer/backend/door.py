@@ -40,7 +40,7 @@ _complain = RateLimitedWarnings(logger("kvxfer.security"), every=10.0)
 
 
 def short_of_descriptors(error: OSError) -> bool:
-    """Return whether nobody can be accepted because the process has no descriptor left, or the system no memory; log it.
+    """Log and return True if accept failed for want of descriptors or memory.
 
     The peers who wait cannot know: their hosts say that the connection was made.
     """

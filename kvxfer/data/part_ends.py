@@ -169,7 +169,7 @@ class PartEnds:
             self._keep(jobs, WaitsFor.DEVICE, work)
 
     def backend_stuck(self, jobs: Sequence[Job]) -> None:
-        """Take in that the back end could not be closed. What it may touch is never used again; of what comes later it knows nothing."""
+        """Take in that the back end could not be closed. What it may touch is never used again."""
         self._forget_batches()
         self._keep([*self._unquiet(), *jobs], WaitsFor.NOTHING, ())
 
@@ -204,7 +204,7 @@ class PartEnds:
         self._post(moved)
 
     def _quiet(self, ref: PartRef) -> None:
-        """Report the second end of a part that was not quiet at its first, and is now."""
+        """Report that the memory of a failed part is quiet now."""
         del self._ended[ref]
         self._post(Moved(ref, Failure(FailureKind.CANCELLED, "it ended earlier"), True, 0))
 

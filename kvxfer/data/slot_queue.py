@@ -77,7 +77,7 @@ class SlotQueue:
                         break  # the link's other jobs would get none either
 
     def _by_rank(self, links: Iterable[LinkId]) -> list[LinkId]:
-        """Return links in the order of their turns; many that have used no slot keep no newcomer waiting."""
+        """Return links in the order of their turns. Unused ones take turns from both ends, so a newcomer is served soon."""
         order = list(links)
         if len(order) < 2:
             return order

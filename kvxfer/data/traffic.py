@@ -331,7 +331,7 @@ class Traffic:
                 self._advance(job)
             self._awaiting_slot.feed(self._advance)
         for stalled in self._awaiting_slot.stalled_holders(self._jobs.values()):
-            why = "its consumer took nothing for a while, and others waited for its slot of staging memory"
+            why = "its consumer stalled, and its slot of staging memory was needed by another"
             # It goes on until the control thread aborts its attempt, whose consumer may ask again later. By then what was announced
             # is known to be void; a consumer that reads the slot before that must find its own bytes there.
             self._post(Moved(stalled.ref, Failure(FailureKind.OVERLOADED, why), False, 0, collateral=True))

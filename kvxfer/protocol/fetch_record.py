@@ -89,7 +89,7 @@ class RankFetch(msgspec.Struct, Life[RankFetchState, RankFetchEvent], eq=False, 
         self.coming.clear()
 
     def misuse(self, msg: m.PartReady, info: LinkInfo, fetch: Fetch) -> Failure | None:
-        """Return how an announcement breaks the protocol, or ``None``; each token is told once, so that none costs more than is wanted."""
+        """Count what an announcement tells; return how it breaks the protocol, or ``None``. To tell a token twice is misuse."""
         wanted = (fetch.tokens - fetch.start) * (bands := info.planner.bands)
         first, past = msg.bands or (0, bands)
         lo = msg.lo if msg.lo > fetch.start else fetch.start

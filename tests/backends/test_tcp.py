@@ -268,7 +268,7 @@ def test_a_chunk_that_comes_twice_completes_nothing(world: World, impostor: Impo
             rest = rest[impostor.came.send(rest) :]
         world.turn(0.001)
     [result] = world.finish(started)
-    assert result.error is not None and "was not to come" in result.error
+    assert result.error is not None and "unexpected chunk" in result.error
 
 
 def test_who_does_not_know_the_link_is_no_source(world: World, impostor: Impostor) -> None:

@@ -135,7 +135,7 @@ class Reader:
                 raise Violation(f"a chunk of {header.size} bytes")
             return None
         if header.chunk >= ask.table.chunks or not ask.missing[header.chunk]:
-            raise Violation(f"chunk {header.chunk} of request {header.request}, which was not to come")
+            raise Violation(f"unexpected chunk {header.chunk} of request {header.request}")
         if header.size != ask.table.chunk_bytes(header.chunk):
             raise Violation(f"a chunk of {header.size} bytes in place of {ask.table.chunk_bytes(header.chunk)}")
         ask.missing[header.chunk] = 0

@@ -69,8 +69,8 @@ class Media:
             self._known[name] = before[0], SEVERAL  # from now on vLLM may have either cached
             self._doubted.add(name)
             raise KvxferError(
-                f"its {feature.modality} has a name, {printable(name)!r}, that another one had before, whose results vLLM may "
-                "have cached: give each item a uuid of its own, or none"
+                f"two different items of {feature.modality} were named {printable(name)!r}, and vLLM may use the results of the "
+                "wrong one: give each item a uuid of its own, or none"
             )
         self._known[name] = ref(item), found
         self._known.move_to_end(name)
