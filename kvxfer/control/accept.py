@@ -131,8 +131,9 @@ class AcceptPolicy:
     def discard(self, conn: ControlConnection) -> None:
         """No longer count a connection."""
         self.guests.pop(conn, None)
-        self._strange.give(conn, conn)
-        self._known.give(conn, conn)
+        for shares in (self._strange, self._known):
+            shares.give(conn, conn)
+            shares.leave(conn)
 
     def crowded(self) -> Excess | None:
         """Return the guest that has to go for a newcomer, if there are too many, or some and descriptors are short."""

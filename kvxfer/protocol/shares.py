@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
-from itertools import count
 from typing import Generic, Literal, TypeVar
 
 from kvxfer.protocol.index import Index
@@ -22,31 +21,38 @@ V = TypeVar("V")
 MAX_DEBTORS = 4096
 """The most owners whose debts are remembered. The one that has cost nothing for longest is forgiven."""
 
-_numbers = count()
-
 
 class _Share(Generic[Owner, K]):
     """What an owner has, or a group of them: a host, or an engine of it."""
 
-    __slots__ = ("above", "inside", "keys", "largest_first", "name", "number", "total")
+    __slots__ = ("above", "entered", "inside", "keys", "largest_first", "name", "number", "total")
 
     def __init__(self, name: Hashable, above: _Share[Owner, K] | None) -> None:
-        self.name, self.above, self.total, self.number = name, above, 0, next(_numbers)
+        self.name, self.above, self.total = name, above, 0
+        self.entered = self.number = 0  # how many have come inside, and which of those it is
+        if above is not None:
+            above.entered = self.number = above.entered + 1
         self.inside: dict[Hashable, _Share[Owner, K]] = {}
         self.keys: OrderedDict[K, int] = OrderedDict()
         # A heap of those inside; empty while nobody has asked. An entry counts if its total is still that of its share.
         self.largest_first: list[tuple[int, int, _Share[Owner, K]]] = []
 
     def add(self, n: int) -> None:
-        share, above = self, self.above
-        share.total += n
-        while above is not None:
-            above.total += n
-            if len(above.largest_first) > 2 * len(above.inside) + 8:
-                above.largest_first.clear()
-            elif above.largest_first:
-                heappush(above.largest_first, (-share.total, share.number, share))
-            share, above = above, above.above
+        share: _Share[Owner, K] | None = self
+        while share is not None:
+            share.total += n
+            if share.above is not None and share.above.largest_first:
+                share.changed()
+            share = share.above
+
+    def changed(self) -> None:
+        """Have the heap that this share is in know its total."""
+        assert self.above is not None
+        heap = self.above.largest_first
+        if len(heap) > 2 * len(self.above.inside) + 8:
+            heap.clear()
+        else:
+            heappush(heap, (-self.total, self.number, self))
 
     def largest(self) -> _Share[Owner, K]:
         """Return which of those inside has most."""
@@ -77,7 +83,9 @@ class Shares(Generic[Owner, K]):
     def __init__(self, total: int, loses: Literal["newest", "oldest", "nothing"]) -> None:
         self._total, self._loses = total, loses
         self._all: _Share[Owner, K] = _Share(None, None)
-        self._owners: dict[Owner, _Share[Owner, K]] = {}  # those that have something
+        self._owners: dict[Owner, _Share[Owner, K]] = {}
+        # Those of them that have nothing. They are forgotten when they leave, or another one comes.
+        self._idle: dict[Owner, _Share[Owner, K]] = {}
 
     @property
     def taken(self) -> int:
@@ -98,37 +106,53 @@ class Shares(Generic[Owner, K]):
         """
         if self._loses == "nothing" and n > self.room(peer):
             return None
-        mine = self._owners.get(owner) or self._enter(owner, peer)
+        mine = self._owners[owner] if owner in self._owners else self._enter(owner, peer)
         mine.keys[key] = n
-        mine.add(n)
+        self._idle.pop(owner, None)
+        share: _Share[Owner, K] | None = mine
+        while share is not None:  # not by ``add``: every transfer comes here twice
+            share.total += n
+            if share.above is not None and share.above.largest_first:
+                share.changed()
+            share = share.above
         lost: list[K] = []
-        if self._loses == "newest" and self._all.total - self._total > self._beyond(mine):
-            self._take_back(mine, key)
+        lacking = self._all.total - self._total
+        if lacking > 0 and self._loses == "newest" and lacking > self._beyond(mine):
+            self.give(owner, key)
             return None
         while self._all.total > self._total:
             most = self._all
             while most.inside:
                 most = most.largest()
             lost.append(next(iter(most.keys) if self._loses == "oldest" else reversed(most.keys)))
-            self._take_back(most, lost[-1])
+            self.give(most.name, lost[-1])  # type: ignore[arg-type]
         return lost
 
     def give(self, owner: Owner, key: K) -> None:
         """Take back what ``owner`` has for ``key``, if it still has it."""
         share = self._owners.get(owner)
         if share is not None and key in share.keys:
-            self._take_back(share, key)
+            share.add(-share.keys.pop(key))
+            if not share.keys:
+                self._idle[owner] = share
+
+    def leave(self, owner: Owner) -> None:
+        """Forget an owner, if it has nothing."""
+        share = self._idle.pop(owner, None)
+        if share is not None:
+            self._forget(share)
 
     def merge(self, owner: Owner, into: Owner, peer: PeerIdentity = NOBODY) -> None:
         """Count what ``owner`` has as another's, of this peer, because it is gone and must not keep a share for ever."""
         share = self._owners.get(owner)
-        if share is not None:
+        if share is not None and share.keys:
             heir = self._owners.get(into) or self._enter(into, peer)
+            self._idle.pop(into, None)
             heir.keys.update(share.keys)
             heir.add(share.total)
             share.add(-share.total)
-            share.keys.clear()
-            self._prune(share)
+            self._forget(share)
+        self.leave(owner)
 
     def keys(self, owner: Owner) -> list[K]:
         """Return the keys for which an owner has something, the oldest first."""
@@ -136,6 +160,8 @@ class Shares(Generic[Owner, K]):
         return [] if share is None else list(share.keys)
 
     def _enter(self, owner: Owner, peer: PeerIdentity) -> _Share[Owner, K]:
+        for idle in list(self._idle):
+            self.leave(idle)
         share = self._all
         for name in (*peer.levels, owner):
             inside = share.inside.get(name)
@@ -145,13 +171,8 @@ class Shares(Generic[Owner, K]):
         self._owners[owner] = share
         return share
 
-    def _take_back(self, share: _Share[Owner, K], key: K) -> None:
-        share.add(-share.keys.pop(key))
-        if not share.keys:
-            self._prune(share)
-
-    def _prune(self, share: _Share[Owner, K]) -> None:
-        """Forget an owner that has nothing, and the groups in which nobody is left."""
+    def _forget(self, share: _Share[Owner, K]) -> None:
+        """Forget an owner, and the groups in which nobody is left."""
         del self._owners[share.name]  # type: ignore[arg-type]
         while share.above is not None and not share.inside:
             del share.above.inside[share.name]
@@ -182,7 +203,8 @@ class ExpiringMap(Generic[Owner, K, V]):
 
     def put(self, owner: Owner, key: K, value: V, now: float, peer: PeerIdentity = NOBODY) -> None:
         """Remember a value; ``peer``: whose its owner is, which stays so while the owner has anything."""
-        self.pop(owner, key)
+        if (owner, key) in self._values:
+            self.pop(owner, key)
         self._values[owner, key] = now + self._seconds, value
         for lost in self._shares.take(owner, (owner, key), 1, peer) or ():
             self.pop(*lost)
@@ -202,6 +224,7 @@ class ExpiringMap(Generic[Owner, K, V]):
         """Forget all values of an owner."""
         for key in self._shares.keys(owner):
             self.pop(*key)
+        self._shares.leave(owner)
 
     def forget(self, now: float) -> None:
         """Drop what is too old."""

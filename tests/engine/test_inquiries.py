@@ -386,4 +386,4 @@ def test_some_is_left_for_a_newcomer_whatever_others_take(total: int, calls: lis
     for peer, keys in taken.items():
         for key in keys:
             shares.give(peer, key)
-    assert shares.room(PeerIdentity("x")) == -(-3 * total // 4) and not shares._all.inside
+    assert shares.room(PeerIdentity("x")) == -(-3 * total // 4) and not shares.taken

@@ -50,6 +50,8 @@ def test_owners_and_groups_that_are_gone_leave_nothing() -> None:
     for i in range(100):
         budgets.take(f"{i}", 1, 1, PeerIdentity(f"{i}", f"{i}"))
         budgets.give(f"{i}", 1)
+        assert list(budgets._owners) == [f"{i}"], "the others are forgotten"
+    budgets.leave("99")
     assert not budgets._owners and not budgets._all.inside and budgets._all.total == 0
 
 
@@ -64,7 +66,9 @@ def test_owners_that_a_host_makes_up_push_out_none_of_another_host(most: int) ->
     assert all(keep.get("honest", i) == i for i in range(10))
     assert len(keep) == 60 and keep.get(f"sybil {999 // most}", 999 % most) == 999
     keep.forget(20.0)
-    assert not keep._shares._all.inside and not len(keep)
+    assert not len(keep)
+    keep.put("newcomer", 0, 0, 20.0)
+    assert list(keep._shares._owners) == ["newcomer"], "the others are forgotten"
 
 
 def closes(machine: ProducerMachine, link: bytes, transfer: TransferId, attempt: int = 1) -> list[Action]:
