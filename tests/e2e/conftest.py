@@ -37,6 +37,15 @@ def first_of(values: Iterable[Any]) -> list[Any]:
     return [first, *(pytest.param(other, marks=pytest.mark.slow) for other in others)]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def imported(request: pytest.FixtureRequest) -> None:
+    """SGLang is imported, which takes a core for long, while vLLM takes the other for the same."""
+    if any(item.path.name.startswith("test_sglang") for item in request.session.items):
+        from tests.e2e.sglang_pair import CpuServer
+
+        CpuServer.forker()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

@@ -42,9 +42,14 @@ class Forked(Server):
 
     program = preloaded = "tests.e2e.imported"
 
+    @classmethod
+    def forker(cls) -> forkserver.ForkServer:
+        """The process of which they are forks: begun at the first call, and not waited for."""
+        return _forker(cls.preloaded, tuple(cls.environment.items()))
+
     def _begin(self, before: Sequence[str], arguments: list[str], env: dict[str, str]) -> _Process:
         assert not before, "a fork stays where it is"
-        forker = _forker(self.preloaded, tuple(self.environment.items()))
+        forker = self.forker()
         begun, begins = _FORKS.Pipe(duplex=False)
         process = _FORKS.Process(target=_serve, args=(self.program, arguments, env, self.log, begins))
         # Python's own forks are all of one process.

@@ -141,8 +141,8 @@ def test_servers_that_die_and_come_again(
     asked = ask_pair(stage.threads, pair, long, 100)
     time.sleep(0.3)
     pair.decode.kill()
-    ends(asked.prefill, 60)
     pair = stage.again(pair, "decode", *CHECKED)
+    ends(asked.prefill, 60)  # which prefill gives up after a while
     ready(pair.decode)
     serves(stage, pair, plain, seed=501)
 
@@ -157,7 +157,9 @@ def test_servers_that_die_and_come_again(
     serves(stage, pair, plain, seed=502)
     for server in (pair.prefill, pair.decode):
         is_idle(server)
+    for server in (pair.prefill, pair.decode):
         server.ask_to_stop()
+    for server in (pair.prefill, pair.decode):
         assert server.ended(30), f"{server.name} does not end"
         assert not [line for line in complaints(server) if "kvxfer" in line]
         assert "Exception in thread kvxfer" not in server.log.read_text(), "its threads end without a word"
