@@ -29,12 +29,13 @@ class _Share(Generic[Owner, K]):
 
     def __init__(self, name: Hashable, above: _Share[Owner, K] | None) -> None:
         self.name, self.above, self.total = name, above, 0
-        self.entered = self.number = 0  # how many have come inside, and which of those it is
+        # How often one inside has come to have something, and which of those times it was this one.
+        self.entered = self.number = 0
         if above is not None:
             above.entered = self.number = above.entered + 1
         self.inside: dict[Hashable, _Share[Owner, K]] = {}
         self.keys: OrderedDict[K, int] = OrderedDict()
-        # A heap of those inside; empty while nobody has asked. An entry counts if its total is still that of its share.
+        # A heap of those inside; empty while nobody has asked. An entry counts if it is still what its share has.
         self.largest_first: list[tuple[int, int, _Share[Owner, K]]] = []
 
     def add(self, n: int) -> None:
@@ -57,7 +58,7 @@ class _Share(Generic[Owner, K]):
     def largest(self) -> _Share[Owner, K]:
         """Return which of those inside has most."""
         heap = self.largest_first
-        while heap and -heap[0][0] != heap[0][2].total:
+        while heap and heap[0][:2] != (-heap[0][2].total, heap[0][2].number):
             heappop(heap)
         if not heap:
             heap += [(-share.total, share.number, share) for share in self.inside.values()]
@@ -111,6 +112,9 @@ class Shares(Generic[Owner, K]):
         self._idle.pop(owner, None)
         share: _Share[Owner, K] | None = mine
         while share is not None:  # not by ``add``: every transfer comes here twice
+            if share.above is not None and not share.total:
+                # Of those that have as much, it is the last to lose something, or it would lose at once what it takes.
+                share.above.entered = share.number = share.above.entered + 1
             share.total += n
             if share.above is not None and share.above.largest_first:
                 share.changed()
@@ -308,7 +312,7 @@ class Debts(Generic[Owner]):
         """Have an owner owe more; return how much it owes."""
         self._owed[owner] = owed, _ = self.of(owner, now) + seconds, now
         self._owed.move_to_end(owner)
-        if len(self._owed) > MAX_DEBTORS:
+        while self._owed and (len(self._owed) > MAX_DEBTORS or not self.of(next(iter(self._owed)), now)):
             self._owed.popitem(last=False)
         return owed
 

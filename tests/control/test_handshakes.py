@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer import clock
 from kvxfer.control import accept
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.protocol import messages as m
@@ -113,6 +114,7 @@ def test_whoever_has_begun_fewest_goes_first(tmp_path: Path, monkeypatch: pytest
 
 def test_hosts_are_remembered_up_to_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "MAX_DEBTORS", 3)
+    monkeypatch.setattr(clock, "now", lambda: 1.0)
     policy = accept.AcceptPolicy(with_key(tmp_path))
     for i in range(10):
         assert not policy.refusal(f"10.0.0.{i}")

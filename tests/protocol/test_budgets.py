@@ -9,7 +9,7 @@ from kvxfer.identity import Generation, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.peer import PeerIdentity, largest_group
 from kvxfer.protocol.producer import ProducerMachine
-from kvxfer.protocol.shares import ExpiringMap, Shares
+from kvxfer.protocol.shares import Debts, ExpiringMap, IndexedExpiringMap, Shares
 from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Send
 from kvxfer.values import Offer
 from tests.counting import calls
@@ -53,6 +53,24 @@ def test_owners_and_groups_that_are_gone_leave_nothing() -> None:
         assert list(budgets._owners) == [f"{i}"], "the others are forgotten"
     budgets.leave("99")
     assert not budgets._owners and not budgets._all.inside and budgets._all.total == 0
+
+
+def test_what_is_remembered_last_stays_though_its_owner_has_had_something_before() -> None:
+    keep: IndexedExpiringMap[str, int, int] = IndexedExpiringMap(10.0, 1)
+    for key, owner in enumerate(["a", "b", "a"]):
+        keep.put(owner, key, key, 0.0, PeerIdentity(owner))
+        assert keep.get(owner, key) == key and len(keep) == 1
+        assert [keep.owners(one) for one in range(3)] == [[owner] if one == key else [] for one in range(3)]
+
+
+def test_debts_that_are_paid_are_forgotten() -> None:
+    debts: Debts[str] = Debts()
+    debts.add("one", 1.0, 0.0)
+    debts.add("two", 5.0, 0.5)
+    debts.add("three", 1.0, 2.0)
+    assert list(debts._owed) == ["two", "three"] and debts.of("two", 2.0) == 3.5
+    debts.add("four", 0.0, 9.0)
+    assert not debts._owed
 
 
 @pytest.mark.parametrize("most", [1, 3])
