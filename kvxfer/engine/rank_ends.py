@@ -46,10 +46,10 @@ class RankEnds:
         result = RankResult(RequestId(fetch.handle), self._rank, fetch.number or 0)
         self._loads[result.handle] = _RankLoad(result, len(fetch.blocks.ids()), fetch.lent)
 
-    def handle(self, number: int) -> Handle | None:
-        """Return the name of the load of this number; None if it is not under way."""
+    def handles(self) -> dict[int, Handle]:
+        """Return the names of the loads that are under way, by number."""
         found = (load.result for load in self._loads.values())
-        return next((Handle(one.handle) for one in found if one.number == number and one.short is None), None)
+        return {one.number: Handle(one.handle) for one in found if one.short is None}
 
     def refuse(self, fetch: Fetch, why: Failure) -> None:
         """End a load that the agent has refused."""

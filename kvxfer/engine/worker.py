@@ -149,11 +149,11 @@ class WorkerSide:
                 (one.number + 1 for one in step.commands.fetches if one.number is not None), default=self._next
             )
             self._direct = {number for number in self._direct if number >= self._next}
-            cancels = [(self._ends.handle(cancel.number), cancel.reason) for cancel in step.commands.cancels]
+            handles = self._ends.handles() if step.commands.cancels else {}
         with _unless_closed:
-            for handle, reason in cancels:
-                if handle is not None:
-                    self.agent.cancel(handle, reason)
+            for cancel in step.commands.cancels:
+                if cancel.number in handles:
+                    self.agent.cancel(handles[cancel.number], cancel.reason)
 
     def _begin(self, fetches: tuple[Fetch, ...]) -> None:
         """Begin those fetches that have not begun yet."""
