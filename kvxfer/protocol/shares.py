@@ -25,10 +25,11 @@ MAX_DEBTORS = 4096
 class _Share(Generic[Owner, K]):
     """What an owner has, or a group of them: a host, or an engine of it."""
 
-    __slots__ = ("above", "entered", "inside", "keys", "largest_first", "name", "number", "total")
+    __slots__ = ("above", "entered", "inside", "keys", "largest_first", "name", "number", "peer", "total")
 
     def __init__(self, name: Hashable, above: _Share[Owner, K] | None) -> None:
         self.name, self.above, self.total = name, above, 0
+        self.peer = NOBODY  # of an owner
         # How often one inside has come to have something, and which of those times it was this one.
         self.entered = self.number = 0
         if above is not None:
@@ -107,6 +108,8 @@ class Shares(Generic[Owner, K]):
         """
         if self._loses == "nothing" and n > self.room(peer):
             return None
+        if owner in self._idle and self._idle[owner].peer != peer:
+            self.leave(owner)  # it has proved who it is since
         mine = self._owners[owner] if owner in self._owners else self._enter(owner, peer)
         mine.keys[key] = n
         self._idle.pop(owner, None)
@@ -172,7 +175,7 @@ class Shares(Generic[Owner, K]):
             if inside is None:
                 inside = share.inside[name] = _Share(name, share)
             share = inside
-        self._owners[owner] = share
+        self._owners[owner], share.peer = share, peer
         return share
 
     def _forget(self, share: _Share[Owner, K]) -> None:

@@ -55,6 +55,16 @@ def test_owners_and_groups_that_are_gone_leave_nothing() -> None:
     assert not budgets._owners and not budgets._all.inside and budgets._all.total == 0
 
 
+def test_an_owner_counts_for_the_peer_that_it_has_proved_to_be_since() -> None:
+    shares: Shares[str, str] = Shares(100, "nothing")
+    unproved, proved = PeerIdentity("host"), PeerIdentity("host", key="key")
+    shares.take("connection", "hello", 10, unproved)
+    shares.give("connection", "hello")
+    shares.take("connection", "message", 40, proved)
+    assert shares.room(proved) == 75 - 40
+    assert shares.room(unproved) == 45
+
+
 def test_what_is_remembered_last_stays_though_its_owner_has_had_something_before() -> None:
     keep: IndexedExpiringMap[str, int, int] = IndexedExpiringMap(10.0, 1)
     for key, owner in enumerate(["a", "b", "a"]):
