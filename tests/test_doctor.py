@@ -442,7 +442,7 @@ import sys
 import time
 from kvxfer.cli.visit import visit
 from kvxfer.config import Config
-from tests.stand_in import asked_by_forks, standing_in  # noqa: F401  a fixture
+from tests.stand_in import standing_in
 
 if __name__ == "__main__":
     with standing_in(backend="tcp") as there:

@@ -114,9 +114,8 @@ def test_wrong_key(play: Play, tmp_path: Path) -> None:
 
 def test_wrong_model(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     tcp = {"tcp": registry.available()["tcp"]}
-    monkeypatch.setattr(
-        registry, "available", lambda: tcp
-    )  # doctor makes each that is installed, and the others cost time
+    # Doctor makes each that is installed, and the others cost time.
+    monkeypatch.setattr(registry, "available", lambda: tcp)
     p, d = play.engine(), play.engine(facts={"model": "another"})
     check(play, "wrong model", play.load(d, p.offer("q", TOKENS)))
     code, text = play.why(d)

@@ -8,8 +8,8 @@ place. What all of them cost is bounded, so that strangers take nothing from pee
 | connections of hosts that are not allowed | none | the newcomer |
 | handshakes, if there are keys | ``BURST`` of a host, and ``A_SECOND`` more in each second | the newcomer |
 | guests | ``GUESTS``; ``FEW_GUESTS`` if descriptors are short | a guest, the longest silent one |
-| bytes that are held for guests | ``GUEST_BYTES`` | a guest, the one for which most is held |
-| bytes that are held for other connections | ``PEER_BYTES`` | one of them, for which most is held |
+| bytes that are held for guests | ``GUEST_BYTES`` | a guest of the host for which most is held, or the one that takes more than its share |
+| bytes that are held for other connections | ``PEER_BYTES`` | likewise |
 | links that consumers have dialled | ``MAX_LINKS``; as many as there are if descriptors are short | one of them (``inbound.py``) |
 | connections that were dialled from here | as many as there are if descriptors are spent | the newcomer |
 | those of them over which nothing has come | ``AcceptPolicy.unheard`` | the earliest |

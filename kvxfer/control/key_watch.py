@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -20,7 +21,7 @@ class KeyWatch:
     def __init__(self, security: Security, wake: Callable[[], None]) -> None:
         self._security, self._wake = security, wake
         self._held: list[Callable[[], None]] = []
-        self._reading = self._read_over = False
+        self._reading: threading.Event | None = None  # set once the file has been read
         self._look_at = 0.0
         self._keys = security.keys
 
@@ -34,11 +35,10 @@ class KeyWatch:
 
     def turn(self, open_: Iterable[ControlConnection]) -> Iterator[ControlConnection]:
         """Do what is due, once a turn; yield the open connections whose keys have been taken out of the key file."""
-        if self._held and not self._reading:
+        if self._held:
             self._read()
-        if self._read_over:
-            self._reading = self._read_over = False
-            held, self._held = self._held, []
+        if self._reading is not None and self._reading.is_set():
+            self._reading, held, self._held = None, self._held, []
             for begin in held:
                 begin()
         if self._keys is None or clock.now() < self._look_at:
@@ -51,14 +51,15 @@ class KeyWatch:
             yield from [conn for conn in open_ if conn.key_id is not None and not self._security.accepts(conn.key_id)]
 
     def _read(self) -> None:
-        if not self._reading:
+        if self._reading is None:
+            read = threading.Event()
             with suppress(RuntimeError):  # there is no thread now; the next turn tries again
-                NamedThread(target=self._run, name="kvxfer-keys").start()
-                self._reading = True
+                NamedThread(self._run, "kvxfer-keys", (read,)).start()
+                self._reading = read
 
-    def _run(self) -> None:
+    def _run(self, read: threading.Event) -> None:
         try:
             self._security.refresh()
         finally:
-            self._read_over = True  # before the wake: the other thread looks then, and not when this one has ended
+            read.set()  # before the wake: the other thread looks then, and not when this one has ended
             self._wake()

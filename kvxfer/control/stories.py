@@ -79,8 +79,10 @@ class _Transfer(msgspec.Struct, gc=False):
             state = "offered"
         else:
             times |= moments(self.stages)
-        what = self.handle or self.transfer, self.transfer, self.source, self.at, times, "" if self.over_at else state
-        return transfer_story(*what, self.failure, self.tokens, self.stages, self.nbytes)
+        name, state = self.handle or self.transfer, "" if self.over_at else state
+        return transfer_story(
+            name, self.transfer, self.source, self.at, times, state, self.failure, self.tokens, self.stages, self.nbytes
+        )
 
 
 class AgentStories:
@@ -194,9 +196,9 @@ def transfer_story(
 def moments(stages: Stages) -> dict[str, float]:
     """Return when a fetch reached each stage."""
     reached = {name: getattr(stages, name) for name in STAGES}
-    return (
-        reached if stages.announced else reached | {"heard": 0.0}
-    )  # of one that has heard nothing it is the beginning
+    if not stages.announced:
+        reached["heard"] = 0.0  # of one that has heard nothing it is the beginning
+    return reached
 
 
 def unix_time(at: float) -> float:

@@ -89,9 +89,11 @@ def of_load(load: Load) -> Story:
     over, stages = bool(load.over_at or load.failure), (load.stages if load.over_at else None) or Stages()
     now = {"seen" if over else "now": load.over_at or clock.now()}
     times = {"found": load.found_at, "fetched": load.fetched_at, **moments(stages), **now}
-    what, tokens = load.transfer, max(load.end - load.start, 0) or load.transfer.tokens
-    where = what.name, what.source, load.came_at, times, "" if over else str(load.state)
-    return transfer_story(load.request, *where, load.failure, tokens, stages)
+    what, state = load.transfer, "" if over else str(load.state)
+    tokens = max(load.end - load.start, 0) or what.tokens
+    return transfer_story(
+        load.request, what.name, what.source, load.came_at, times, state, load.failure, tokens, stages
+    )
 
 
 def _of_none(load: Load, why: str) -> Story:
@@ -103,6 +105,7 @@ def _of_offering(offering: Offering) -> Story:
     times = {"begun": offering.begun_at, "computed": offering.whole_at, "ended": 0.0 if end is None else end.at}
     if end is None:
         times["now"] = clock.now()
-    where = offering.transfer, None, offering.came_at, times, str(offering.state) if end is None else ""
+    state = str(offering.state) if end is None else ""
     failure, nbytes = (None, 0) if end is None else (end.failure, end.nbytes)
-    return transfer_story(offering.request, *where, failure, offering.total, Stages(), nbytes)
+    name, begun, tokens = offering.transfer, offering.came_at, offering.total
+    return transfer_story(offering.request, name, None, begun, times, state, failure, tokens, Stages(), nbytes)

@@ -203,9 +203,8 @@ class ExpiringMap(Generic[Owner, K, V]):
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds = seconds
-        self._values: OrderedDict[tuple[Owner, K], tuple[float, V]] = (
-            OrderedDict()
-        )  # with the time until which it is kept
+        # With the time until which each is kept.
+        self._values: OrderedDict[tuple[Owner, K], tuple[float, V]] = OrderedDict()
         self._shares: Shares[Owner, tuple[Owner, K]] = Shares(most, "oldest")
 
     def put(self, owner: Owner, key: K, value: V, now: float, peer: PeerIdentity = NOBODY) -> None:
@@ -302,9 +301,8 @@ class Debts(Generic[Owner]):
     """What owners owe, in seconds, for what they have cost lately. Each second pays off one. The clock is an argument."""
 
     def __init__(self) -> None:
-        self._owed: OrderedDict[Owner, tuple[float, float]] = (
-            OrderedDict()
-        )  # how much, as of when; the last to owe is the last
+        # How much, as of when; the last to owe is the last.
+        self._owed: OrderedDict[Owner, tuple[float, float]] = OrderedDict()
 
     def of(self, owner: Owner, now: float) -> float:
         """Return how much an owner owes."""
@@ -313,7 +311,8 @@ class Debts(Generic[Owner]):
 
     def add(self, owner: Owner, seconds: float, now: float) -> float:
         """Have an owner owe more; return how much it owes."""
-        self._owed[owner] = owed, _ = self.of(owner, now) + seconds, now
+        owed = self.of(owner, now) + seconds
+        self._owed[owner] = owed, now
         self._owed.move_to_end(owner)
         while self._owed and (len(self._owed) > MAX_DEBTORS or not self.of(next(iter(self._owed)), now)):
             self._owed.popitem(last=False)

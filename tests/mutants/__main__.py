@@ -82,7 +82,7 @@ def stale(mutant: Mapping[str, str], tree: Path) -> str:
     count = file.read_text().count(mutant["text"]) if file.is_file() else 0
     if count != 1:
         return f"its text stands {count} times in {mutant['file']}"
-    return "".join(f"there is no {path}" for path in mutant["tests"].split() if not (tree / path).exists())
+    return "; ".join(f"there is no {path}" for path in mutant["tests"].split() if not (tree / path).exists())
 
 
 def main() -> int:

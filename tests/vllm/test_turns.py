@@ -44,9 +44,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_slots_are_those_of_vllms_kernel(kernel: Any) -> None:
-    two_sizes = (
-        "BLOCKS_PER_KV_BLOCK" in kernel.arg_names
-    )  # of attention kernels and of the cache, as in 0.31; equal here
+    # Of attention kernels and of the cache, as in 0.31; they are equal here.
+    two_sizes = "BLOCKS_PER_KV_BLOCK" in kernel.arg_names
     for size, ranks, span in itertools.product((8, 16), (1, 2, 3, 4), (1, 2, 8)):
         blocks = [(5 * i + 3) % 23 for i in range(TOKENS // size + 1)]
         for rank in range(ranks):
