@@ -187,9 +187,9 @@ class Loads:
         return bool(news)
 
     def _take_in(self, result: RankResult, *, ahead: bool) -> None:
-        """Process what a rank says of a load, unless that is closed."""
+        """Process what a rank says of a load, unless that is closed. What has its number and another name is said of something else."""
         load = self.schedule.working.get(result.number)
-        if load is not None:
+        if load is not None and load.request == result.handle:
             with self.schedule.door.of(load.request):
                 self._ends.take_in(load, result, ahead=ahead)
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerSide
+from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, Update, WorkerSide
 from kvxfer.engine.side_channel import DirectFetches, RankResult
 from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
@@ -72,6 +72,19 @@ def test_a_load_does_not_begin_before_the_one_before_is_quiet_and_is_not_ended_b
     assert two.report(ended("r", B, generation=1)) == two.report(Report())
     assert not two.report(ended("r", A, 1, generation=2)).loaded, "B has nothing of it"
     assert two.report(ended("r", B, 1, generation=2)).loaded == {"r"}
+
+
+def test_what_is_said_of_a_number_under_another_name_ends_no_load(
+    two: SchedulerSide, board: Switchboard, pool: Pool
+) -> None:
+    """Numbers count up from 0 in each scheduler side: what workers say of one before it must not end what is loaded now."""
+    table = BlockTable.of([pool.take(2)])
+    assert load(two, T, table) == 8
+    for rank in (A, B):
+        board.late = [RankResult("other", rank, 0, 1, None, True)]
+        assert two.report(ended("other", rank, generation=1)) == Update()
+    assert not two.report(ended("r", A, generation=1)).loaded
+    assert two.report(ended("r", B, generation=1)).loaded == {"r"}
 
 
 def test_a_cancel_that_comes_late_does_not_hit_the_load_that_has_gone_ahead(board: Switchboard) -> None:
