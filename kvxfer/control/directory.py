@@ -203,8 +203,10 @@ class Directory:
 
     def begins(self, transfer: TransferId, digest: bytes) -> None:
         """Tell the engines that wait for a transfer of this name that this one has begun with it; ``begun`` must already return True."""
-        self._outbox.append(m.Named(transfer, digest))
-        self._sockets.wake()
+        named = m.Named(transfer, digest)
+        if self._awaited:  # a peer that comes to wait after this look is told at once (``_await``)
+            self._outbox.append(named)
+            self._sockets.wake()
 
     def tell(self, source: Source, message: m.Renew | m.Decline | m.Await) -> None:
         """Send a notice to another engine's directory. It may get lost: repeat it, or rely on the lease.

@@ -77,6 +77,18 @@ def test_a_beginning_amid_the_directory_s_turn_needs_no_later_occasion(
     until(lambda: pair.hears(Named(X, b"d"), Named(Y, b"e")))
 
 
+def test_a_beginning_for_which_nobody_waits_wakes_no_thread(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.settle()
+    woken = list[object]()
+    monkeypatch.setattr(ControlSockets, "wake", lambda sockets: woken.append(sockets))
+    pair.known[X] = b"d"
+    pair.p.begins(X, b"d")
+    monkeypatch.undo()
+    pair.ask(Named(X, b"d"))
+    until(lambda: pair.hears(Named(X, b"d"), Named(Y, b"e")))
+    assert not woken
+
+
 def test_whoever_asks_after_that_is_told_at_once(pair: Pair) -> None:
     pair.ask(Named(Y, b"e"), epoch=0)  # a router does not know it
     until(lambda: pair.hears(Named(Y, b"e")))
