@@ -15,6 +15,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
+from msgspec.structs import replace
 
 from kvxfer import clock
 from kvxfer.failures import Failure
@@ -108,11 +109,14 @@ class AgentStories:
     def ended(self, event: Ended) -> None:
         """Record the end of either."""
         fetches = event.role == "consumer"
-        begun = self._live.pop(event.handle if fetches else event.transfer, None)
+        name = event.handle if fetches else event.transfer
+        begun = self._live.get(name)
         if begun is not None:  # the event itself may hold a payload
-            begun.failure, begun.nbytes, begun.stages = event.outcome.failure, event.nbytes, event.stages
-            begun.over_at = clock.now()
-            (self._closed.good if begun.failure is None else self._closed.bad).append(begun.told)
+            how = {"failure": event.outcome.failure, "nbytes": event.nbytes, "stages": event.stages}
+            # Another thread may be reading it: that finds it as it was, or as it is now, and never neither.
+            over = replace(begun, over_at=clock.now(), **how)
+            (self._closed.good if over.failure is None else self._closed.bad).append(over.told)
+            del self._live[name]
 
     def forget(self, transfer: TransferId) -> None:
         """Forget an offer that came too late to be one, and never ends."""

@@ -6,17 +6,18 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
-from kvxfer import BlockTable, Fetch, Offer, TransferId
+from kvxfer import BlockTable, Fetch, Offer, TransferId, clock
 from kvxfer.cli.main import build
 from kvxfer.control import stories
 from kvxfer.control.stories import AgentStories
 from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import Source
-from kvxfer.protocol.messages import Explain
+from kvxfer.protocol.messages import Explain, Story
 from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.engine import AgentEngine, until
 from kvxfer.testing.engine.memory import PagedMemory
@@ -119,3 +120,21 @@ def test_no_more_is_kept_than_a_bound() -> None:
         kept.forget(transfer)
     assert not kept._live and len(kept._closed.good) == len(kept._closed.bad) == stories.KEPT
     assert len(kept.tell(Explain())) == stories.KEPT
+
+
+@pytest.mark.parametrize("failure", [None, Failure(FailureKind.PEER_LOST, "gone")], ids=["delivered", "failed"])
+def test_what_ends_while_it_is_read_is_under_way_or_over(failure: Failure | None) -> None:
+    """Another thread reads it whenever the clock is looked at for its end."""
+    kept, transfer, told, now = AgentStories(7), TransferId("own/1/r", 0), list[list[Story]](), clock.now
+    kept.fetched(Fetch("r", transfer, DIGEST, Source("h", 1, 1), BlockTable.of([[2]]), 0, TOKENS), 1.0)
+
+    def read() -> float:
+        with mock.patch("kvxfer.control.stories.clock.now", now):
+            told.append(kept.tell(Explain("r")))
+        return now()
+
+    with mock.patch("kvxfer.control.stories.clock.now", read):
+        kept.ended(Ended("consumer", transfer, "r", Outcome(failure) if failure else DELIVERED, 0, 0.0))
+    told.append(kept.tell(Explain("r")))
+    over = str(failure.kind) if failure else "delivered", bool(failure)
+    assert [(one.outcome, bool(one.text)) for (one,) in told] == [("fetching", False), over]
