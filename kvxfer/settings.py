@@ -92,7 +92,7 @@ def json_object(text: str, naming: str, or_file: bool = False) -> dict[str, Any]
     Raises:
         ConfigError: There is no JSON object, or a name is twice in one.
     """
-    is_no = "is neither JSON nor the path of a JSON file" if or_file else "is not JSON"
+    is_no = "is neither a JSON object nor the path of a file with one" if or_file else "is not JSON"
     try:
         if or_file and not text.lstrip().startswith("{"):
             text = Path(text).read_text("utf-8-sig")

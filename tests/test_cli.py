@@ -261,8 +261,9 @@ def test_doctor_fails_where_an_engine_would_not_be_found() -> None:
 
 def test_settings_that_are_none_are_told() -> None:
     for config, words, status in [
-        ("{", "neither JSON", 2),
-        ("no-such-file", "neither JSON", 2),
+        ("{", "neither a JSON object", 2),
+        ("no-such-file", "neither a JSON object", 2),
+        ("[1]", "neither a JSON object", 2),
         ('{"lissten": 1}', "did you mean 'listen'", 1),
         ('{"staging_bytes": 1}', "16384", 1),
     ]:

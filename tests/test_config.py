@@ -171,6 +171,6 @@ def test_settings_are_read_from_a_file_as_well(tmp_path: Path) -> None:
     file.write_bytes(b'\xef\xbb\xbf{"lease": 5}')
     assert json_object(str(file), "it", or_file=True) == {"lease": 5}
     for nothing in (str(tmp_path / "none"), str(tmp_path), "\0", "x" * 5000):
-        with pytest.raises(ConfigError, match="neither JSON nor the path of a JSON file") as error:
+        with pytest.raises(ConfigError, match="neither a JSON object nor the path of a file with one") as error:
             json_object(nothing, "it", or_file=True)
         assert len(str(error.value)) < 500

@@ -418,6 +418,8 @@ def test_the_program_says_what_it_cannot_do(files: Files, tmp_path: Path) -> Non
         run(files["a"], "accept")
     with pytest.raises(ConfigError, match="takes nothing after it"):
         run(files["a"], "show", "x")
+    with pytest.raises(ConfigError, match="holds no key"):
+        run(files["a"], "accept", joined(tmp_path / "empty"))
     run(files["a"], "accept", joined(tmp_path / "b.pub", public(files, "b")))
     with pytest.raises(ConfigError, match="cannot be presented"):
         run(files["a"], "first", key(files, "b"))

@@ -61,7 +61,12 @@ def keys(
                 raise ConfigError(f"{str(file)!r} holds no private key")
             typer.echo(known.own.certificate, nl=False)
         case Action.ACCEPT:
-            write_keys(file, known.accept(read_keys(Path(word))))
+            more = read_keys(Path(word))
+            if not more.keys:
+                raise ConfigError(
+                    f"{word!r} holds no key: name a file that `kvxfer keys FILE public` or `kvxfer keys FILE` has written"
+                )
+            write_keys(file, known.accept(more))
         case Action.FIRST:
             write_keys(file, known.first(known.find(word)))
         case Action.DROP:

@@ -85,17 +85,18 @@ def test_a_server_is_waited_for_while_its_log_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "word"),
+    ("option", "value", "word"),
     [
-        ("{", "--config"),
-        ("[1]", "--config"),
-        ('{"transfer_timeouts": 3}', "did you mean 'transfer_timeout'"),
-        ('{"backend": "zmqq"}', "zmqq"),
+        ("--config", "{", "--config"),
+        ("--config", "[1]", "--config"),
+        ("--config", '{"transfer_timeouts": 3}', "did you mean 'transfer_timeout'"),
+        ("--config", '{"backend": "zmqq"}', "zmqq"),
+        ("--keep-logs", f"{__file__}/logs", "Not a directory; name a folder"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_at_once(config: str, word: str) -> None:
+def test_what_makes_no_sense_is_refused_at_once(option: str, value: str, word: str) -> None:
     require("vllm")
-    result = CliRunner().invoke(build(), ["demo", "--json", "--config", config])
+    result = CliRunner().invoke(build(), ["demo", "--json", option, value])
     assert (result.exit_code, result.stdout) == (1, "") and isinstance(result.exception, SystemExit)
     assert word in result.stderr and "Starting" not in result.stderr and "Traceback" not in result.stderr
 

@@ -107,7 +107,12 @@ def _show(report: dict[str, Any], console: Console) -> None:
 @contextlib.contextmanager
 def _log_folder(kept: Path | None) -> Iterator[Path]:
     if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(
+                f"cannot keep logs in {str(kept)!r}: {e.strerror}; name a folder that you may write to"
+            ) from None
         yield kept
     else:
         with tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as folder:
