@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import permutations
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.keyfile import KeyFile
 from kvxfer.keyring import read_keys
 from kvxfer.protocol import messages as m
-from kvxfer.security import Security, make_key
+from kvxfer.security import OPEN, Security, make_key
 from kvxfer.testing.engine import until
 
 Files = dict[str, Path]
@@ -384,6 +384,25 @@ def test_what_waits_for_keys_goes_on_when_they_are_read(files: Files, tmp_path: 
     list(watch.turn(()))
     over.set()
     assert begun
+
+
+def test_keys_that_are_read_just_after_the_look_at_them_are_not_slept_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that has read them wakes the sockets between that look and their sleep."""
+    sockets, turn = ControlSockets(OPEN), key_watch.KeyWatch.turn
+
+    def turned(watch: key_watch.KeyWatch, connections: Iterable[ControlConnection]) -> Iterator[ControlConnection]:
+        yield from turn(watch, connections)
+        sockets.wake()
+
+    monkeypatch.setattr(key_watch.KeyWatch, "turn", turned)
+    asleep = threading.Thread(target=sockets.poll, args=(600.0,), daemon=True)
+    asleep.start()
+    asleep.join(10.0)
+    slept = asleep.is_alive()
+    sockets.wake()
+    asleep.join(10.0)
+    sockets.close()
+    assert not slept
 
 
 def test_the_program_replaces_a_key_in_three_steps(files: Files, tmp_path: Path) -> None:
