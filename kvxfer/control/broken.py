@@ -31,6 +31,8 @@ _OF_KEYS = (
     "ALERT_DECRYPT_ERROR",
     "ALERT_ACCESS_DENIED",
 )
+_NOT_YET, _NO_MORE = 9, 10
+"""OpenSSL's numbers for a certificate whose dates lie ahead, or behind."""
 _PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG")
 
 
@@ -59,6 +61,8 @@ def mismatch(error: OSError, dialled: bool = False) -> str:
     ``dialled``: whether this side dialled. Then something else may listen there, such as an engine's HTTP server.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
+        if getattr(error, "verify_code", 0) in (_NOT_YET, _NO_MORE):
+            return f"the dates of the peer's key do not cover what this host's clock says (TLS: {error.verify_message})"
         return f"the peer uses another key (TLS: {error.verify_message})"
     if not isinstance(error, ssl.SSLError):
         return ""

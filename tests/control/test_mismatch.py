@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +77,27 @@ def test_no_frame_is_taken_for_tls() -> None:
         assert not spoken(length.to_bytes(4, "little") + frame[4:])
     for message in (m.Lookup(m.PROTOCOL), m.Ping(1)):
         assert not spoken(framed(m.encode(message)))
+
+
+@pytest.mark.parametrize("first, last, said", [(2000, 2001, "has expired"), (2900, 9999, "is not yet valid")])
+def test_a_key_out_of_its_dates_is_not_called_another_one(
+    engine: Callable[..., SeededEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: int,
+    last: int,
+    said: str,
+) -> None:
+    """Two engines with the same file, as made by another tool, or under a clock that is wrong."""
+    years = {2020: first, 9999: last}
+    made = SimpleNamespace(datetime=lambda year, month, day: datetime.datetime(years[year], month, day))
+    monkeypatch.setattr("kvxfer.security.datetime", made)
+    make_key(tmp_path / "key")
+    d, p = (engine({}, key_file=str(tmp_path / "key")) for _ in range(2))
+    d.agents[0].fetch(fetch(p.source, [1], 4, transfer=TransferId("own/1/r", 0)))
+    failure = d.wait(Ended)[0].outcome.failure
+    assert failure is not None and failure.kind is FailureKind.REFUSED
+    assert "clock" in failure.detail and said in failure.detail and "another key" not in failure.detail
 
 
 def test_a_peer_that_vanishes_in_its_handshake_is_no_mismatch(
