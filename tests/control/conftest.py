@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -98,4 +99,18 @@ def fetch(
     return Fetch(handle, transfer, digest, source, BlockTable.of([blocks]), start, tokens, own)
 
 
-__all__ = ["Ended", "SeededEngine", "FailureKind", "Released", "fetch", "meet", "offered", "until"]
+_loads = count()
+
+
+def works(p: SeededEngine, d: SeededEngine) -> Ended:
+    """A load of a block is delivered, and right."""
+    transfer = TransferId("own/1/works", next(_loads))
+    p.agents[0].offer(offered([3], 4, transfer=transfer))
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=str(transfer)))
+    end = d.over(str(transfer))
+    assert end.outcome.delivered, end
+    assert np.array_equal(d.block(5), p.block(3))
+    return end
+
+
+__all__ = ["Ended", "SeededEngine", "FailureKind", "Released", "fetch", "meet", "offered", "until", "works"]

@@ -116,14 +116,6 @@ def leave(backend: str) -> None:
     kept = live(backend)
 
 
-def leave_by_error(backend: str) -> None:
-    global kept
-    kept = live(backend)
-    print("fine", flush=True)
-    threading.Thread(target=time.sleep, args=(0.5,)).start()  # is waited for before
-    sys.exit(0)
-
-
 def fork(backend: str) -> None:
     """A child changes nothing for its parent, whatever it tries and however it ends."""
     p, d = live(backend)
@@ -171,24 +163,6 @@ def fork(backend: str) -> None:
         assert wait(d, seen, name(i)).outcome.delivered
     p.close()
     d.close()
-
-
-def at_random(backend: str) -> None:
-    """Engines come and go, and are closed by any thread at any moment."""
-    rng = random.Random(0)
-    until = time.monotonic() + 4.0
-    while time.monotonic() < until:
-        p, d = engine(backend, 1), engine(backend)
-        threads = [threading.Thread(target=x.close) for x in (p, d) for _ in range(2)]
-        for i in range(rng.randrange(4)):
-            p.offer(name(i), [2 * i], 4, 1, True)
-            d.fetch(name(i), p.source, [2 * i], 4)
-        time.sleep(rng.random() * 0.05)
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(60.0)
-            assert not t.is_alive()
 
 
 def signalled(backend: str) -> None:

@@ -1,4 +1,4 @@
-"""Honest engines for ``kvxfer bench adversary``, made in processes of their own."""
+"""Honest engines beside greedy peers, made in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing.engine import AgentEngine, PagedMemory
 from kvxfer.values import BlockTable, Fetch, Offer
 
@@ -36,37 +35,21 @@ def limited(make: Callable[..., Any], *args: Any) -> Any:
 class HonestEngine(AgentEngine):
     """An engine that offers or loads one transfer after the other, in several staged pieces each."""
 
-    def __init__(self, name: str, config: Config) -> None:
-        memory = PagedMemory(layers=1, blocks=2 * BLOCKS, tokens=1, heads=1, unit=ROW)
-        super().__init__(config, memory, name=name)
+    def __init__(self, config: Config) -> None:
+        memory = PagedMemory(layers=1, blocks=BLOCKS, tokens=1, heads=1, unit=ROW)
+        super().__init__(config, memory)
+        self.table = BlockTable.of([range(BLOCKS)])
 
     def offer(self, transfer: TransferId, consumers: int = 1) -> None:
         """Offer a transfer to ``consumers`` engines."""
-        table = BlockTable.of([range(BLOCKS)])
-        self.agents[0].offer(Offer(transfer, b"d", FIRST, BLOCKS, table, True, consumers=consumers))
+        self.agents[0].offer(Offer(transfer, b"d", FIRST, BLOCKS, self.table, True, consumers=consumers))
 
-    def begin(self, source: Source, transfer: TransferId, first: int = BLOCKS) -> None:
-        """Begin to load a transfer into the blocks from this one on; by default, ``load`` needs others."""
-        table = BlockTable.of([range(first, first + BLOCKS)])
-        self.agents[0].fetch(Fetch(Handle(str(transfer)), transfer, b"d", source, table, 0, BLOCKS))
-
-    def end(self, transfer: TransferId, seconds: float) -> tuple[str, float, str]:
-        """Wait until a load is over; return how it ended, its milliseconds, and why it failed."""
-        found = ("nothing", 1e3 * seconds, f"it did not end within {seconds:g} s")
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            for event in self.agents[0].events(0.1):
-                if isinstance(event, Ended) and event.handle == str(transfer):
-                    outcome = event.outcome
-                    found = str(outcome.kind or "delivered"), 1e3 * event.seconds, str(outcome.failure or "")
-                if isinstance(event, Released) and event.handle == str(transfer):
-                    return found
-        return found
-
-    def load(self, source: Source, transfer: TransferId, seconds: float) -> tuple[str, float, str]:
-        """Load a transfer; see ``end``."""
-        self.begin(source, transfer, 0)
-        return self.end(transfer, seconds)
+    def load(self, source: Source, transfer: TransferId, seconds: float) -> str:
+        """Load a transfer; return how that ended."""
+        handle = Handle(str(transfer))
+        self.agents[0].fetch(Fetch(handle, transfer, b"d", source, self.table, 0, BLOCKS))
+        outcome = self.over(handle, seconds).outcome
+        return "delivered" if outcome.delivered else str(outcome)
 
 
 class Prefill:

@@ -1,4 +1,4 @@
-"""Peers that have the key and take what they can, for ``kvxfer bench adversary``: one process each, by control messages alone."""
+"""Peers that have the key and take what they can, by control messages alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvxfer.config import Config
 from kvxfer.control.connection import ControlConnection
 from kvxfer.control.lookup import look_up
 from kvxfer.control.sockets import ControlSockets, address
-from kvxfer.geometry import Rank, route
-from kvxfer.identity import Source, TransferBase, TransferId
+from kvxfer.geometry import route
+from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.security import Security
 from kvxfer.transport import Transport, load
@@ -68,23 +68,6 @@ class Hostile:
                 made = [self._dial(address(source.host, source.port)) for _ in range(16)]
             self._until(lambda made=made: all(one.opened or one.lost for one in made))  # type: ignore[misc]
         return sum(one.opened for one in self._held)
-
-    def half(self, source: Source, connections: int) -> int:
-        """Hold connections to a directory that begin no handshake; those that are closed are made again."""
-
-        def fill() -> None:
-            self._plain = [sock for sock in self._plain if not _hung_up(sock)]
-            while len(self._plain) < connections:
-                sock = socket.create_connection((source.host, source.port), PATIENCE_S)
-                sock.setblocking(False)
-                self._plain.append(sock)
-                if len(self._plain) % 16 == 0:
-                    return
-
-        with self._lock:
-            self._each_turn.append(fill)
-        self._until(lambda: len(self._plain) >= min(connections, 200))
-        return len(self._plain)
 
     def reconnect(self, source: Source, connections: int, host: str) -> int:
         """Make connections to a directory from this address, close each after its handshake, and make another, without end.
@@ -155,63 +138,6 @@ class Hostile:
             self._each_turn.append(_every(0.5, ping))
         return len(welcomed)
 
-    def lie(self, source: Source, ranks: int) -> Source:
-        """Serve a directory that describes ``ranks`` ranks like that of an engine, none of which answers a hello.
-
-        Return where it is.
-        """
-        hole = socket.create_server(("127.0.0.1", 0), backlog=4096)
-        self._plain.append(hole)
-        like, where = self._rank(source), f"tcp://127.0.0.1:{hole.getsockname()[1]}"
-        each = tuple(
-            msgspec.structs.replace(
-                like, address=where, epoch=pp + 1, cache=msgspec.structs.replace(like.cache, rank=Rank(pp, 0))
-            )
-            for pp in range(ranks)
-        )
-        descriptor = m.encode(m.EngineDescriptor(m.PROTOCOL, "liar", 1, each))
-
-        def answer(connection: ControlConnection, frame: bytes) -> None:
-            if isinstance(m.decode(frame), m.Lookup):
-                connection.send_frame(descriptor)
-
-        with self._lock:
-            self._answers[None] = answer
-            port = self._sockets.listen("127.0.0.1", 0)
-        return Source("127.0.0.1", port, 1)
-
-    def notices(self, source: Source, connections: int) -> None:
-        """Send notices to a directory without end, as fast as it takes them."""
-        named = tuple(m.Named(TransferId(TransferBase(f"own/{i}"), i), b"d") for i in range(500))
-        frame = m.encode(m.Decline(0, named, "x"))
-        self._repeat(source, connections, frame)
-
-    def questions(self, source: Source, connections: int) -> None:
-        """Ask a directory again and again, and read no answer."""
-        ask = m.encode(m.Lookup(m.PROTOCOL))
-
-        def never(connection: ControlConnection, frame: bytes) -> None:
-            connection.waits = True  # so that its answers fill the way back
-
-        self._repeat(source, connections, ask, never)
-
-    def _repeat(self, source: Source, connections: int, frame: bytes, answer: Answer | None = None) -> None:
-        with self._lock:
-            made = [self._dial(address(source.host, source.port)) for _ in range(connections)]
-            if answer is not None:
-                self._answers |= dict.fromkeys(made, answer)
-
-        def say() -> None:
-            for i, one in enumerate(made):
-                if one.lost is not None:
-                    made[i] = one = self._dial(address(source.host, source.port))
-                if not one.unsent:
-                    for _ in range(4):
-                        one.send_frame(frame)
-
-        with self._lock:
-            self._each_turn.append(say)
-
     def _rank(self, source: Source) -> m.RankDescriptor:
         return look_up(source.host, source.port, self._security, PATIENCE_S).engine.ranks[0]
 
@@ -241,15 +167,6 @@ def _shaken(sock: socket.socket) -> bool:
     except OSError:
         pass
     return True
-
-
-def _hung_up(sock: socket.socket) -> bool:
-    try:
-        return not sock.recv(1)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def _every(seconds: float, do: Callable[[], None]) -> Callable[[], None]:

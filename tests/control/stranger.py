@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import msgspec
 
 from kvxfer.control.sockets import ControlSockets
+from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN
 from kvxfer.testing.engine import PagedMemory
+from kvxfer.testing.fake import FakeTransport
 from tests.control.conftest import SeededEngine
 
 
@@ -71,38 +72,34 @@ class Stranger:
         return data
 
 
+def hello(p: SeededEngine, **changes: object) -> m.Hello:
+    """What a consumer of all heads says first to the first agent of an engine on the fake; no back end has made its endpoint."""
+    rank, cache = p.agents[0].descriptor, PagedMemory().caches[0]
+    values = {
+        "protocol": m.PROTOCOL,
+        "backend": rank.backends[0],
+        "expect_epoch": rank.epoch,
+        "epoch": 1,
+        "engine": "stranger",
+        "endpoint": b"?",
+        "cache": cache,
+        "assignments": (ShardAssignment(0, 0, cache.views[0].layers, 0, 4),),
+        "mode": "read",
+        "piece_bytes": 4096,
+    }
+    return m.Hello(**{**values, **changes})  # type: ignore[arg-type]
+
+
 @contextmanager
-def poured(address: str, data: bytes, greeting: m.Message | None = None, read: bool = True) -> Iterator[None]:
-    """Somebody sends the same bytes as fast as can be, and reads what comes back; whoever is cut off comes back at once."""
-    over = threading.Event()
-
-    def pour() -> None:
-        while not over.is_set():
-            with suppress(ConnectionError, TimeoutError), Stranger(address) as s:
-                if greeting is not None:
-                    s.say(greeting)
-                    assert isinstance(s.answer(), m.Welcome)
-                _pour(s.socket, data * max(1, 65536 // len(data)), over, read)
-
-    thread = threading.Thread(target=pour)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _pour(sock: socket.socket, data: bytes, over: threading.Event, read: bool) -> None:
-    sock.setblocking(False)
-    at = 0
-    while not over.is_set():
-        can_read, can_write, _ = select.select([sock] if read else [], [sock], [], 0.1)
-        with suppress(BlockingIOError):
-            if can_read and not sock.recv(65536):
-                return
-            if can_write:
-                at = (at + sock.send(data[at:])) % len(data)
+def acquainted(p: SeededEngine, **changes: object) -> Iterator[Stranger]:
+    """A peer whose hello, with these changes, was welcomed."""
+    with (
+        closing(FakeTransport("other", {"verbs": ["read"]})) as other,
+        Stranger(p.agents[0].descriptor.address, 60.0) as s,
+    ):
+        s.say(hello(p, endpoint=other.endpoint(), **changes))
+        assert isinstance(s.answer(), m.Welcome)
+        yield s
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +14,7 @@ from kvxfer.control.directory import Directory
 from kvxfer.errors import ConfigError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
-from kvxfer.settings import own_address
-from tests.conftest import require
 from tests.control.conftest import Ended, Released, SeededEngine, fetch, offered
-from tests.networks import Host, hosts
 
 T = TransferId("own/1/x", 0)
 
@@ -85,55 +80,3 @@ def test_each_process_finds_its_own_address() -> None:
     assert (everywhere.listen, everywhere.advertise) == ("0.0.0.0", "10.0.0.7")
     named = Config(advertise="node-7", listen="10.0.0.7")
     assert named.located(lambda: "10.0.0.8") is named
-
-
-def test_engines_that_find_their_own_address(engine: Callable[..., SeededEngine]) -> None:
-    try:
-        here = own_address()
-    except ConfigError:
-        pytest.skip("no route leads out of this host")
-    p, d = (engine({"backend": "zmq"}, seed=seed, advertise="auto") for seed in (1, None))
-    assert p.source.host == here
-    check_transfer(p, d)
-
-
-ON_A_HOST = """
-import sys
-from tests.control.node import NodeEngine, name
-e = NodeEngine("zmq", seed=int(sys.argv[1]), advertise="auto", transfer_timeout=20.0)
-print(e.source.host, e.source.port, e.source.epoch, flush=True)
-if int(sys.argv[1]):
-    e.offer(name("x"), [3], 4, 1, True)
-    sys.stdin.read()
-else:
-    from kvxfer.identity import Source
-    from kvxfer.protocol.values import Ended
-    host, port, epoch = sys.stdin.readline().split()
-    e.fetch(name("x"), Source(host, int(port), int(epoch)), [5], 4)
-    print([end.outcome.delivered for end in e.wait(Ended, timeout=30.0)], flush=True)
-e.close()
-"""
-
-
-def test_two_hosts() -> None:
-    require("networks")
-
-    def begin(host: Host, seed: int) -> Any:
-        return subprocess.Popen(
-            [*host.into, sys.executable, "-c", ON_A_HOST, str(seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    with hosts(2) as (alice, bob):
-        p, d = begin(alice, 1), begin(bob, 0)
-        try:
-            address = p.stdout.readline()
-            assert address.split()[0] == alice.address and d.stdout.readline().split()[0] == bob.address
-            assert d.communicate(address, timeout=300)[0].strip() == "[True]"
-            p.communicate("", timeout=300)
-        finally:
-            for process in (p, d):
-                process.kill()
-                process.wait()

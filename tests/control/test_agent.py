@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from kvxfer.control.calls import CallValidator
-from kvxfer.errors import ArgumentError
 from kvxfer.identity import TransferId
 from kvxfer.values import BlockTable
 from tests.conftest import require
@@ -59,17 +58,6 @@ def test_bytes_arrive_whichever_side_comes_first(engine, options, first):
     assert 0 < s.began <= s.asked <= s.announced <= s.heard <= s.arrived <= s.ended
 
 
-def test_links_can_be_made_before_anything_is_fetched(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options))
-    d.agents[0].prepare(p.source)
-    end = time.monotonic() + 30.0
-    while not [link for link in d.agents[0].links() if link.up]:
-        assert time.monotonic() < end, "no link is made"
-        time.sleep(0.002)
-    with pytest.raises(ArgumentError, match="source must be"):
-        d.agents[0].prepare("p:7000")
-
-
 def test_block_tables_that_do_not_join_fail_alone(engine, options, monkeypatch):
     monkeypatch.setattr(CallValidator, "offer", lambda *_: None)  # an agent that lets its engine say anything
     p, d = engine(dict(options), seed=1), engine(dict(options))
@@ -106,17 +94,6 @@ def test_who_stood_still_in_the_middle_of_a_turn_blames_no_peer(clock, engine):
     p.agents[0].offer(offered([3, 1, 7], 11, transfer=T))
     (end,) = d.wait(Ended)
     assert end.outcome.delivered, end
-
-
-def test_parts_as_chunks_finish(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options))
-    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 12, transfer=T))
-    p.agents[0].offer(offered([3], 4, transfer=T, final=False))
-    p.agents[0].offer(offered([3, 1], 8, transfer=T, final=False))
-    p.agents[0].offer(offered([3, 1, 7], 12, transfer=T))
-    assert d.wait(Ended)[0].outcome.delivered
-    for a, b in ((5, 3), (2, 1), (9, 7)):
-        assert np.array_equal(d.block(a), p.block(b))
 
 
 @pytest.mark.parametrize(("tp_p", "tp_d"), [(2, 2), (1, 2), (2, 1), (4, 1), (2, 4)])
@@ -158,15 +135,6 @@ def test_a_producer_may_begin_later_than_a_transfer_may_take(clock, engine, opti
     d.events().clear()
     p.agents[0].offer(offered([3], 4, transfer=T))
     assert d.wait(Ended)[0].outcome.delivered
-
-
-def test_a_producer_that_never_begins_costs_no_more_than_that(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=0.5, transfer_timeout=60.0)
-    meet(d, p)
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    end = d.wait(Ended)[0]
-    assert end.outcome.kind is FailureKind.NEVER_OFFERED
-    d.wait(Released)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -103,3 +103,14 @@ def test_an_endpoint_that_is_too_long_is_named(
     failure = told(d.agents[0], p.source)
     assert failure.kind is K.BACKEND_FAILED
     assert re.search(words, failure.detail), failure
+
+
+def test_a_load_goes_on_once_the_ranks_of_its_source_are_published(engine) -> None:
+    p, d = engine({}, seed=1), engine({})
+    with Directory(Config(), "late", epoch=p.agents[0].epoch) as late:
+        d.agents[0].fetch(fetch(late.source, [5, 2, 9], 12, transfer=T))
+        time.sleep(0.3)
+        assert not d.events()
+        late.publish((p.agents[0].descriptor,))
+        p.agents[0].offer(offered([1, 2, 3], 12, transfer=T))
+        assert d.over("req").outcome.delivered

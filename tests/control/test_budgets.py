@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import socket
 import statistics
 import subprocess
@@ -12,29 +10,26 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
+from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 
 import pytest
 
-from kvxfer.control import accept, peers
+from kvxfer.control import accept
 from kvxfer.control.frames import HEAD, FrameBuffer
-from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline
 from kvxfer.protocol.shares import Turns
-from kvxfer.protocol.values import Ended, Released
 from kvxfer.testing import network
 from kvxfer.testing.clock import SetForward
 from kvxfer.testing.fake import FakeTransport
+from kvxfer.testing.usage import resident
 from kvxfer.values import BlockTable
-from tests.control.conftest import SeededEngine, fetch, offered, until
-from tests.control.stranger import Stranger, framed
-from tests.control.test_strangers import hello
+from tests.control.conftest import SeededEngine, fetch, offered, until, works
+from tests.control.stranger import Stranger, acquainted, framed, hello
 from tests.geometry.test_cache import HOSTILE
 
 MIB = 1 << 20
@@ -48,24 +43,11 @@ def pair(engine) -> tuple[SeededEngine, SeededEngine]:
     return engine({"verbs": ["read"]}, seed=1, **calm), engine({"verbs": ["read"]}, **calm)
 
 
-def resident() -> int:
-    """Bytes of this process that are in memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def honest(p: SeededEngine, d: SeededEngine, name: str) -> tuple[float, float]:
-    """A transfer works. Seconds that it took, by this clock and by its own."""
-    so_far = len([e for e in d.events() if isinstance(e, Ended)])
-    transfer = TransferId(f"own/1/{name}", 0)
-    p.agents[0].offer(offered([3], 4, transfer=transfer))
+def timed(p: SeededEngine, d: SeededEngine) -> tuple[float, float]:
+    """Seconds that a load takes, by this clock and by its own."""
     began = time.monotonic()
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=name))
-    end = d.wait(Ended, count=so_far + 1, timeout=60.0)[so_far]
-    took = time.monotonic() - began
-    assert end.outcome.delivered, end
-    d.wait(Released, count=so_far + 1)  # the next fetch fills the same block
-    return took, end.seconds
+    end = works(p, d)
+    return time.monotonic() - began, end.seconds
 
 
 POUR = """
@@ -150,21 +132,38 @@ POURED = {
         "directory",
     ),
     "empty frames at the directory": ((b"", bytes(4), 4), "directory"),
+    "pings": ((b"", framed(m.encode(m.Ping(1))), 1), "peer"),
+    "requests": (
+        (
+            b"",
+            framed(
+                m.encode(
+                    m.FetchRequest(TransferId("own/1/flood", 0), 1, b"d", 0, 4, BlockTable((b"\0" * 4000,)), 1, 5.0)
+                )
+            ),
+            1,
+        ),
+        "peer",
+    ),
 }
+"""What is said first, and then again and again, over so many connections, and to whom; a peer says hello before."""
 
 
 @pytest.mark.parametrize("what", POURED)
 def test_strangers_fill_no_memory_and_hold_nobody_up(pair: tuple[SeededEngine, SeededEngine], what: str) -> None:
     p, d = pair
-    honest(p, d, "warm")
+    works(p, d)
     (first, again, connections), where = POURED[what]
-    address = p.agents[0].descriptor.address if where == "agent" else f"tcp://127.0.0.1:{p.source.port}"
+    address = f"tcp://127.0.0.1:{p.source.port}" if where == "directory" else p.agents[0].descriptor.address
     before, peak, took = resident(), 0, []
-    with strangers(address, first, again, connections, reads="not read" not in what):
-        for i in range(30):
-            took.append(honest(p, d, f"beside {i}")[0])
-            peak = max(peak, resident() - before)
-            time.sleep(0.1)
+    with closing(FakeTransport("other", {"verbs": ["read"]})) as other:
+        if where == "peer":
+            first = framed(m.encode(hello(p, endpoint=other.endpoint())))
+        with strangers(address, first, again, connections, reads="not read" not in what):
+            for _ in range(30):
+                took.append(timed(p, d)[0])
+                peak = max(peak, resident() - before)
+                time.sleep(0.1)
     soon(took)
     assert peak < 64 * MIB, f"{peak / MIB:.0f} MiB more"
     if where == "directory":
@@ -174,33 +173,26 @@ def test_strangers_fill_no_memory_and_hold_nobody_up(pair: tuple[SeededEngine, S
 def test_peers_that_hoard_are_told_off(pair: tuple[SeededEngine, SeededEngine]) -> None:
     """What all peers together may have an agent keep is bounded, too."""
     p, d = pair
-    honest(p, d, "warm")
-    other = FakeTransport("other", {"verbs": ["read"]})
+    works(p, d)
     before, refusals = resident(), 0
     with ExitStack() as stack:
         for peer in range(8):
-            s = stack.enter_context(Stranger(p.agents[0].descriptor.address, 60.0))
-            s.say(hello(p, endpoint=other.endpoint(), epoch=peer))
-            assert isinstance(s.answer(), m.Welcome)
+            s = stack.enter_context(acquainted(p, epoch=peer))
+            table = BlockTable((bytes(3 * MIB),))
             for i in range(12):
-                s.say(
-                    m.FetchRequest(
-                        TransferId(f"own/{peer}/hoard", i), i + 1, b"d", 0, 4, BlockTable((bytes(3 * MIB),)), 1, 300.0
-                    )
-                )
+                s.say(m.FetchRequest(TransferId(f"own/{peer}/hoard", i), i + 1, b"d", 0, 4, table, 1, 300.0))
             s.say(m.Ping(1))
             while not isinstance(said := s.answer(), m.Pong):
                 assert isinstance(said, m.AttemptClosed) and said.kind is FailureKind.OVERLOADED
                 refusals += 1
         assert refusals > 8 * 12 // 3 and resident() - before < 400 * MIB
-        honest(p, d, "beside")
-    other.close()
+        works(p, d)
 
 
 def test_no_hello_freezes_an_agent(pair: tuple[SeededEngine, SeededEngine]) -> None:
     """Descriptions of caches come in hellos, from anybody who can connect, and each makes us check and plan."""
     p, d = pair
-    honest(p, d, "warm")
+    works(p, d)
     frames = []
     for cache in HOSTILE.values():
         every = tuple(ShardAssignment(0, 0, ("x",), i, i + 1) for i in range(900))
@@ -211,8 +203,8 @@ def test_no_hello_freezes_an_agent(pair: tuple[SeededEngine, SeededEngine]) -> N
     with ExitStack() as stack:
         for frame in [*small[:4], *map(framed, frames[-4:])]:
             stack.enter_context(strangers(p.agents[0].descriptor.address, frame, connections=4))
-        for i in range(30):
-            took, seconds = honest(p, d, f"beside {i}")
+        for _ in range(30):
+            took, seconds = timed(p, d)
             all_took.append(took)
             untold.append(abs(took - seconds))
             peak = max(peak, resident() - before)
@@ -231,8 +223,8 @@ def test_hellos_without_end_keep_no_engine_out(engine) -> None:
     assert len(frame) < 400
     with strangers(p.agents[0].descriptor.address, framed(frame), connections=400, source="127.0.0.9"):
         until(lambda: len(p.agents[0].links()) > 0)
-        for i in range(3):
-            honest(p, engine({"verbs": ["read"]}, **calm), f"new {i}")
+        for _ in range(3):
+            works(p, engine({"verbs": ["read"]}, **calm))
     until(lambda: len(p.agents[0].links()) == 3, 20)
 
 
@@ -241,58 +233,18 @@ def test_of_too_many_who_say_nothing_one_goes_of_the_host_that_has_most(
 ) -> None:
     monkeypatch.setattr(accept, "GUESTS", 4)
     p = engine({"verbs": ["read"]}, seed=1)
-    other = FakeTransport("other", {"verbs": ["read"]})
     with ExitStack() as stack:
-        stack.callback(other.close)
         s = stack.enter_context(Stranger(p.agents[0].descriptor.address))
         many = [stack.enter_context(Stranger(p.agents[0].descriptor.address, source="127.0.0.9")) for _ in range(8)]
         assert all(x.hung_up_on() for x in many[:5])
-        s.say(hello(p, endpoint=other.endpoint()))
-        assert isinstance(s.answer(), m.Welcome)
-
-
-def test_what_strangers_have_said_is_forgotten_with_their_connections(
-    pair: tuple[SeededEngine, SeededEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where they are cut off for want of memory while one of them is looked at: it had stayed until then, and was not counted."""
-    p, d = pair
-    honest(p, d, "warm")
-    looked, go_on = threading.Event(), threading.Event()
-
-    def slow(*_: object) -> None:
-        looked.set()
-        assert go_on.wait(60)
-        raise PeerError("it is of no use")
-
-    monkeypatch.setattr(peers, "admit", slow)
-    before, address = resident(), p.agents[0].descriptor.address
-    with ExitStack() as stack:
-        stack.callback(go_on.set)
-        stack.enter_context(Stranger(address)).say(hello(p))
-        assert looked.wait(60)
-        said, kept = bytes(200 << 10), accept.GUEST_BYTES // (200 << 10)
-        crowd: list[Stranger] = []
-
-        def in_hand() -> bool:
-            """Whether all that could not be kept have been cut off; these are forgotten here, too."""
-            crowd[:] = [s for s in crowd if not select.select([s.socket], [], [], 0)[0]]
-            return len(crowd) <= kept
-
-        for _ in range(500):
-            crowd.append(stack.enter_context(Stranger(address)))
-            with suppress(ConnectionError):
-                crowd[-1].send(said)
-            until(in_hand)
-        honest(p, d, "beside")
-        assert resident() - before < 64 * MIB, f"{(resident() - before) / MIB:.0f} MiB more"
+        s.say(hello(p))
+        assert isinstance(s.answer(), m.Refused), "it is heard"
 
 
 def test_silence_counts_from_the_last_word_however_long_this_side_stood_still(engine) -> None:
     """What came meanwhile was read afterwards, and is not to be pardoned: a peer had been waited for so much longer."""
-    p, other = engine({"verbs": ["read"]}, seed=1, peer_timeout=2.0), FakeTransport("other", {"verbs": ["read"]})
-    with Stranger(p.agents[0].descriptor.address, 60.0) as s:
-        s.say(hello(p, endpoint=other.endpoint()))
-        assert isinstance(s.answer(), m.Welcome)
+    p = engine({"verbs": ["read"]}, seed=1, peer_timeout=2.0)
+    with acquainted(p) as s:
         fence = Sluggish()
         p.agents[0].offer(offered([1], 4, transfer=TransferId("own/9/slow", 0)), fence)
         assert fence.asked.wait(60)
@@ -302,7 +254,6 @@ def test_silence_counts_from_the_last_word_however_long_this_side_stood_still(en
         assert isinstance(s.answer(), m.Pong)
         began = time.monotonic()
         assert s.hung_up_on() and time.monotonic() - began < 30.0
-    other.close()
 
 
 def test_each_has_its_turn() -> None:
@@ -333,20 +284,10 @@ class Sluggish:
         return True
 
 
-class Slow:
-    """A fence that takes a millisecond to say that it has passed."""
-
-    event = None
-
-    def passed(self) -> bool:
-        time.sleep(0.001)
-        return True
-
-
 def test_time_runs_from_the_call(clock: SetForward, engine) -> None:
     """However late the control thread comes to it: the deadline, and what is reported."""
     p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=120.0)
-    honest(p, d, "warm")
+    works(p, d)
 
     def late(name: str, seconds: float) -> tuple[float, float]:
         """Ask for something while the control thread stands still, and for so long after; between which times it was asked."""
@@ -369,59 +310,24 @@ def test_time_runs_from_the_call(clock: SetForward, engine) -> None:
     assert 119.9 < end.seconds < 200.0, "from when the control thread came to it, its time is over after 239.5 s"
 
 
-def test_callers_without_end_delay_no_deadline(engine) -> None:
-    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=2.5)
-    honest(p, d, "warm")
-    over = threading.Event()
-
-    def call() -> None:
-        for i in count():
-            if over.is_set():
-                return
-            d.agents[0].offer(offered([1], 4, transfer=TransferId("own/3/x", i)), Slow())
-            time.sleep(0.0002)
-
-    callers = [threading.Thread(target=call)]
-    began = time.monotonic()
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/never", 0), handle="never"))
-    for caller in callers:
-        caller.start()
-    try:
-        while len(ends := [e for e in d.events() if isinstance(e, Ended)]) < 2:
-            assert time.monotonic() - began < 60.0, "no outcome at its deadline, while callers go on"
-            time.sleep(0.01)
-    finally:
-        over.set()
-        for caller in callers:
-            caller.join()
-    assert ends[1].outcome.kind is FailureKind.NEVER_OFFERED
-
-
 def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:
     """Though thousands of messages wait for it meanwhile."""
     p = engine({"verbs": ["read"]}, seed=1, peer_timeout=60.0, lease=300.0, transfer_timeout=300.0)
-    n, other = 12_000, FakeTransport("other", {"verbs": ["read"]})
-    with Stranger(p.agents[0].descriptor.address, 60.0) as s:
-        s.say(
-            hello(
-                p, endpoint=other.endpoint(), assignments=(ShardAssignment(0, 0, hello(p).cache.views[0].layers, 0, 4),)
-            )
-        )
-        assert isinstance(s.answer(), m.Welcome)
-        for i in range(n):
-            s.say(m.FetchRequest(TransferId("own/1/many", i), i + 1, b"d", 0, 4, BlockTable.of([[3]]), 1, 300.0))
+    transfers = [TransferId("own/1/many", i) for i in range(12_000)]
+    with acquainted(p) as s:
+        for i, transfer in enumerate(transfers):
+            s.say(m.FetchRequest(transfer, i + 1, b"d", 0, 4, BlockTable.of([[3]]), 1, 300.0))
         s.say(m.Ping(1))
         assert isinstance(s.answer(), m.Pong)
-        for i in range(n):
-            p.agents[0].offer(offered([3], 4, transfer=TransferId("own/1/many", i)))
+        for transfer in transfers:
+            p.agents[0].offer(offered([3], 4, transfer=transfer))
         time.sleep(1.0)
         have: set[TransferId] = set()
-        while len(have) < n:
+        while len(have) < len(transfers):
             if isinstance(said := s.answer(), m.PartReady):
                 have.add(said.transfer)
             else:
                 assert isinstance(said, m.SlotReady), said
-    other.close()
 
 
 @contextmanager
@@ -446,30 +352,26 @@ def test_a_turn_costs_the_same_however_much_is_under_way(engine) -> None:
     long = {"transfer_timeout": 600.0, "peer_timeout": 600.0, "lease": 600.0}
     with counted() as events:
         p, d = engine({"verbs": ["read"]}, seed=1, **long), engine({"verbs": ["read"]}, blocks=10_016, **long)
-    other = FakeTransport("other", {"verbs": ["read"]})
 
-    def cost(name: str) -> float:
-        honest(p, d, f"{name} first")
+    def cost() -> float:
+        works(p, d)
         before = events[0]
-        for i in range(40):
-            honest(p, d, f"{name} {i}")
+        for _ in range(40):
+            works(p, d)
         return (events[0] - before) / 40
 
-    alone = cost("alone")
+    alone = cost()
     with ExitStack() as stack:
         for _ in range(200):
-            s = stack.enter_context(Stranger(p.agents[0].descriptor.address, 60.0))
-            s.say(hello(p, endpoint=other.endpoint()))
-            assert isinstance(s.answer(), m.Welcome)
+            stack.enter_context(acquainted(p))
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         nobody = Source("127.0.0.1", silent.getsockname()[1], 1)
         for i in range(10_000):
             p.agents[0].offer(offered([2], 4, transfer=TransferId("own/1/waits", i)))
             d.agents[0].fetch(fetch(nobody, [16 + i], 4, transfer=TransferId("own/2/waits", i), handle=f"waits {i}"))
         until(lambda: p.agents[0].stats().offers >= 10_000 and d.agents[0].stats().fetches >= 10_000, 60)
-        among = cost("among others")
+        among = cost()
     assert among < 1.2 * alone, f"{among:.0f} calls a transfer, {alone:.0f} with nothing else under way"
-    other.close()
 
 
 def test_frames_of_no_length_count_as_what_they_take() -> None:

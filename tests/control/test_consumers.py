@@ -58,25 +58,6 @@ def test_what_becomes_of_one_means_nothing_for_the_others(engine: Any) -> None:
     p.wait(Released)
 
 
-def test_a_lease_ends_for_those_who_never_come(engine: Any) -> None:
-    p, d = engine({}, seed=1, lease=2.0), engine({})
-    p.agents[0].offer(offer(2))
-    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
-    assert d.wait(Ended)[0].outcome.delivered
-    why = p.wait(Ended)[0].outcome.failure
-    assert why.kind is FailureKind.UNFETCHED and "by all 2 engines" in why.detail
-    p.wait(Released)
-
-
-def test_a_consumer_fewer_may_be_the_last_one(engine: Any) -> None:
-    p, d = engine({}, seed=1), engine({})
-    p.agents[0].offer(offer(2))
-    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
-    d.wait(Released)
-    p.agents[0].offer(offer(1))
-    assert p.wait(Ended)[0].outcome.delivered
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
 def test_a_payload_comes_with_the_outcome(engine: Any, verbs: list[str], ranks: int) -> None:
@@ -97,14 +78,6 @@ def test_a_payload_is_of_the_generation_that_was_delivered(engine: Any) -> None:
     d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
     (end,) = d.wait(Ended)
     assert end.outcome.delivered and end.generation == 2 and end.payload == b""
-
-
-def test_no_payload_without_delivery(engine: Any) -> None:
-    p, d = engine({}, seed=1), engine({})
-    p.agents[0].offer(offer(payload=FIRST))
-    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T, digest=b"another prompt"))
-    (end,) = d.wait(Ended)
-    assert end.outcome.kind is FailureKind.DIGEST_DIFFERS and end.payload == b""
 
 
 def test_a_payload_is_bounded_by_the_call_and_by_the_peer(engine: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,7 +13,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import Source
 from kvxfer.protocol.values import Ended
 from tests.control.conftest import until
-from tests.control.node import ALONE, Node, name, nodes
+from tests.control.node import Node, name, nodes
 from tests.control.test_processes import deliver
 from tests.relay import Relay
 
@@ -124,64 +123,6 @@ def test_loads_that_come_meanwhile_do_not_prolong_the_silence(node: Make) -> Non
         else:
             raise AssertionError("no load ends while others come")
         assert not any(d.settled(name(at)).outcome.delivered for at in range(i + 1))
-
-
-def test_restarted_at_the_same_address(node: Make) -> None:
-    p, d = node(seed=1, **ALONE), node()
-    old = p.source
-    deliver(p, d, "met")
-    p.kill()
-    p = node(seed=2, port=old.port, **ALONE)
-    for i in range(3):
-        end = load(d, old, i)
-        found_dead(end)
-    known_to_be_dead(d, old)
-    deliver(p, d, "next")
-
-
-def test_nobody_answers_at_an_address(node: Make) -> None:
-    """Connections are taken, and nothing is said: as by a host that drops packets."""
-    d = node()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        source = Source("127.0.0.1", silent.getsockname()[1], 7)
-        first = load(d, source, "first")
-        assert first.outcome.kind is K.PEER_UNREACHABLE
-        known_to_be_dead(d, source)
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["forgotten", "never known"])
-def test_a_producer_that_does_not_know_it_answers_soon(node: Make, known: bool) -> None:
-    p, d = node(seed=1, lease=1.0, peer_timeout=10.0), node(peer_timeout=10.0)
-    deliver(p, d, "met")
-    if known:
-        p.offer(name("old"), [3], 4, 1, True)
-        p.wait(Ended, transfer=name("old"))
-        time.sleep(1.5)  # it remembers for a lease how that ended
-    d.fetch(name("old"), p.source, [5], 4, True)
-    end = d.settled(name("old"), timeout=TIMEOUT + 5)
-    assert end.outcome.kind is K.WITHDRAWN, end
-    deliver(p, d, "next")
-
-
-def test_another_peer_is_none_the_worse(node: Make) -> None:
-    dead, p, d = (node(seed=seed, peer_timeout=8.0) for seed in (1, 2, 0))
-    with dead.stopped():
-        d.fetch(name("dead"), dead.source, [8], 4)
-        deliver(p, d, "alive")
-        d.settled(name("dead"))
-        deliver(p, d, "alive still")
-
-
-def test_a_silent_peer_says_so_in_the_words_of_the_runbook(node: Make) -> None:
-    p, d = node(seed=1), node()
-    deliver(p, d, "met")
-    p.offer(name("half"), [13], 4, 1, False)
-    d.fetch(name("half"), p.source, [15, 12], 8)
-    until(lambda: d.blocks([15]) == p.blocks([13]))
-    with p.stopped():
-        failure = d.settled(name("half")).outcome.failure
-    assert failure is not None and failure.kind is K.PEER_LOST and "127.0.0.1" in failure.peer
-    assert "it was silent for " in failure.detail and " had come in " in failure.detail
 
 
 @pytest.mark.parametrize("met", [False, True], ids=["a stranger", "a peer"])

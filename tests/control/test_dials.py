@@ -6,29 +6,39 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from kvxfer.config import Config
 from kvxfer.control import outbound
 from kvxfer.control.accept import AcceptPolicy
 from kvxfer.failures import FailureKind
+from kvxfer.geometry import Rank
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
-from tests.control.conftest import SeededEngine, fetch, until
-from tests.control.hostile import Hostile
-from tests.control.test_strangers import honest
+from kvxfer.protocol.values import Ended
+from tests.control.conftest import SeededEngine, fetch, offered, until, works
+from tests.control.stranger import served
 
 K = FailureKind
 BAIT = TransferId("own/1/bait", 0)
 
 
-@pytest.fixture
-def liar() -> Iterator[Hostile]:
-    hostile = Hostile(Config(backend="kvxfer.testing.fake:FakeTransport"))
-    yield hostile
-    hostile.close()
+@contextmanager
+def liar(like: SeededEngine, ranks: int) -> Iterator[Source]:
+    """A directory that describes so many ranks like that of an engine, none of which answers a hello."""
+    (rank,) = (agent.descriptor for agent in like.agents)
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as hole:
+        where = f"tcp://127.0.0.1:{hole.getsockname()[1]}"
+        each = tuple(
+            replace(rank, address=where, epoch=pp + 1, cache=replace(rank.cache, rank=Rank(pp, 0)))
+            for pp in range(ranks)
+        )
+        lie = m.EngineDescriptor(m.PROTOCOL, "liar", 1, each)
+        with served(lambda asked: lie if isinstance(asked, m.Lookup) else None) as port:
+            yield Source("127.0.0.1", port, 1)
 
 
 @pytest.fixture
@@ -42,16 +52,17 @@ def pair(engine) -> tuple[SeededEngine, SeededEngine]:
     [(3000, f"describes 3000 ranks; at most {m.MAX_RANKS}"), (300, "would have to read from 300 ranks")],
 )
 def test_an_engine_of_too_many_ranks_is_refused_by_name(
-    pair: tuple[SeededEngine, SeededEngine], liar: Hostile, ranks: int, why: str
+    pair: tuple[SeededEngine, SeededEngine], ranks: int, why: str
 ) -> None:
     p, d = pair
-    honest(p, d)
+    works(p, d)
     before = len(os.listdir("/proc/self/fd"))
-    d.agents[0].fetch(fetch(liar.lie(p.source, ranks), [6], 4, transfer=BAIT, handle="bait"))
-    end = d.over("bait")
+    with liar(p, ranks) as source:
+        d.agents[0].fetch(fetch(source, [6], 4, transfer=BAIT, handle="bait"))
+        end = d.over("bait")
     assert end.outcome.kind is K.INCOMPATIBLE and why in str(end.outcome.failure), end
     assert len(os.listdir("/proc/self/fd")) < before + 16
-    honest(p, d, TransferId("own/1/after", 0))
+    works(p, d)
 
 
 def sockets() -> set[str]:
@@ -63,20 +74,19 @@ def sockets() -> set[str]:
     return {name for name in found if name.startswith("socket:")}
 
 
-def test_the_ranks_of_one_engine_are_dialled_a_few_at_a_time(
-    pair: tuple[SeededEngine, SeededEngine], liar: Hostile
-) -> None:
+def test_the_ranks_of_one_engine_are_dialled_a_few_at_a_time(pair: tuple[SeededEngine, SeededEngine]) -> None:
     p, d = pair
-    honest(p, d)
+    works(p, d)
     before = sockets()
-    d.agents[0].fetch(fetch(liar.lie(p.source, 200), [6], 4, transfer=BAIT, handle="bait"))
-    most = 0
-    until(lambda: len(sockets() - before) >= outbound.AT_ONCE, 30.0)
-    for i in range(10):
-        most = max(most, len(sockets() - before))
-        honest(p, d, TransferId("own/1/beside", i))
-    assert most < outbound.AT_ONCE + 8
-    end = d.over("bait", 60.0)
+    with liar(p, 200) as source:
+        d.agents[0].fetch(fetch(source, [6], 4, transfer=BAIT, handle="bait"))
+        most = 0
+        until(lambda: len(sockets() - before) >= outbound.AT_ONCE, 30.0)
+        for _ in range(10):
+            most = max(most, len(sockets() - before))
+            works(p, d)
+        assert most < outbound.AT_ONCE + 8
+        end = d.over("bait")
     assert end.outcome.kind is K.PEER_UNREACHABLE, end
 
 
@@ -93,12 +103,12 @@ def test_a_load_that_needs_more_descriptors_than_there_are_fails_as_that(
     """And not as a peer that cannot be reached; others go on over the links that they have."""
     p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, peer_timeout=2.0)
     other = engine({"verbs": ["read"]}, seed=2)
-    honest(p, d)
+    works(p, d)
     monkeypatch.setattr(d.agents[0]._loop.sockets.policy, "dialled", 0)
     d.agents[0].fetch(fetch(other.source, [6], 4, transfer=BAIT, handle="bait"))
     end = d.over("bait")
     assert end.outcome.kind is K.OVERLOADED and "ulimit -n" in str(end.outcome.failure), end
-    honest(p, d, TransferId("own/1/after", 0))
+    works(p, d)
 
 
 def test_who_connects_when_descriptors_are_short_takes_the_place_of_the_silent(
@@ -110,7 +120,7 @@ def test_who_connects_when_descriptors_are_short_takes_the_place_of_the_silent(
         where = (p.source.host, p.source.port)
         silent = [stack.enter_context(socket.create_connection(where)) for _ in range(40)]
         until(lambda: _closed(silent[0]))
-        honest(p, engine({"verbs": ["read"]}))
+        works(p, engine({"verbs": ["read"]}))
         assert sum(map(_closed, silent)) >= 24 and not _closed(silent[-1])
 
 
@@ -133,7 +143,26 @@ def test_addresses_that_requests_name_take_a_part_of_the_descriptors(
         assert max(most, len(os.listdir("/proc/self/fd")) - before) <= 60
         assert _dialled(silent) >= 20, "nobody was dialled"
     p = engine({"verbs": ["read"]}, seed=1)
-    honest(p, d, TransferId("own/1/after", 0))
+    works(p, d)
+
+
+def test_what_one_directory_says_of_a_rank_is_not_believed_for_the_fetches_of_another(engine) -> None:
+    """They had shared the link to that rank, over which whoever came first had said where its layers are."""
+    options = {"verbs": ["read"], "run_bytes": 1}  # straight out of its cache
+    p, d = engine(dict(options), seed=1), engine(dict(options))
+    rank = p.agents[0].descriptor
+    (view,) = rank.cache.views
+    false = replace(rank, cache=replace(rank.cache, views=(replace(view, offsets=view.offsets[::-1]),)))
+    liar = m.EngineDescriptor(m.PROTOCOL, "liar", 77, (false,))
+    with served(lambda asked: liar if isinstance(asked, m.Lookup) else None) as port:
+        d.agents[0].prepare(Source("127.0.0.1", port, 77))
+        until(lambda: any(link.up for link in d.agents[0].links()))
+        transfer = TransferId("own/1/honest", 0)
+        p.agents[0].offer(offered([3], 4, transfer=transfer))
+        d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle="honest"))
+        (end,) = d.wait(Ended)
+    assert end.outcome.delivered, end
+    assert np.array_equal(d.block(5), p.block(3)), "delivered, with other bytes than were offered"
 
 
 def _dialled(listener: socket.socket) -> int:

@@ -113,7 +113,3 @@ def test_waiting_costs_nothing(engine: Callable[..., SeededEngine]) -> None:
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     p.agents[0].drain(1.0)
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 15
-
-
-def test_without_anything_in_hand_it_ends_at_once(engine: Callable[..., SeededEngine]) -> None:
-    assert engine({}).agents[0].drain(NEVER_S)

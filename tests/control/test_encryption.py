@@ -6,11 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvxfer.errors import TransportError
-from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.security import make_key
-from kvxfer.transport.registry import load
 from tests.control.conftest import Ended, SeededEngine, fetch, offered
 
 T = TransferId("own/1/x", 0)
@@ -46,31 +43,3 @@ def test_one_that_encrypts_and_one_that_does_not(
         and f"set option 'encrypt' of back end '{backend}' to the same value" in failure.detail
     )
     assert np.array_equal(d.block(5), before)
-
-
-@pytest.mark.parametrize("backend", ["tcp", "zmq"])
-def test_both_sides_encrypt_or_neither(backend: str) -> None:
-    kind = load(backend)
-    a, b = kind("a", {"encrypt": True}), kind("b", {})
-    try:
-        mine, theirs = a.endpoint(), b.endpoint()
-        with pytest.raises(TransportError, match="this side encrypts and 'b' does not; set option 'encrypt'"):
-            a.connect(mine, theirs)
-        with pytest.raises(TransportError, match="'a' encrypts and this side does not"):
-            b.connect(theirs, mine)
-    finally:
-        a.close()
-        b.close()
-
-
-@pytest.mark.parametrize("here, there", [("", "a"), ("a", ""), ("a", "b")], ids=["only there", "only here", "another"])
-def test_who_is_turned_away_for_the_key_is_told_to_look_at_it(
-    engine: Callable[..., SeededEngine], here: str, there: str, tmp_path: Path
-) -> None:
-    for key in {here, there} - {""}:
-        make_key(tmp_path / key)
-    d, p = (engine({}, key_file=str(tmp_path / key) if key else None) for key in (here, there))
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    failure = d.wait(Ended)[0].outcome.failure
-    assert failure is not None and failure.kind is FailureKind.REFUSED
-    assert "'key_file'" in failure.advice

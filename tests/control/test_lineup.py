@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -14,7 +13,6 @@ from kvxfer.data.commands import Command, Disconnect, MakeEndpoint
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.plane import DataPlane
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import LinkId
 from kvxfer.testing.fake import FakeTransport
@@ -190,12 +188,6 @@ def test_an_engine_that_names_one_meets_one_that_names_none(make: Make, engine: 
     assert not Near.linked
 
 
-def test_engines_with_none_in_common_are_told_both(make: Make, engine: Make) -> None:  # noqa: F811
-    outcome = deliver(engine({"backend": "zmq"}, seed=9), make(), "x")
-    assert outcome.kind is FailureKind.INCOMPATIBLE
-    assert all(repr(name) in outcome.failure.detail for name in ("zmq", "near", "far")), outcome
-
-
 class Told:
     """A mover that notes what it is told."""
 
@@ -245,27 +237,3 @@ def test_real_ones_stand_by(make: Make, monkeypatch: pytest.MonkeyPatch, real: s
     for name in ("x", "y"):
         assert deliver(p, d, name).delivered
     assert d.agents[0].stats().quarantined_bytes == 0
-
-
-@pytest.mark.parametrize("side", ["producer", "consumer"])
-def test_where_no_thread_is_to_be_had_for_another_back_end_the_load_ends_at_once(
-    make: Make, monkeypatch: pytest.MonkeyPatch, side: str
-) -> None:
-    """As where the limit of processes is reached for a while."""
-    p, d = make(transfer_timeout=60.0, peer_timeout=30.0), make(transfer_timeout=60.0, peer_timeout=30.0)
-    Near.lame |= {"engine0", "engine1"}
-    start, skip = threading.Thread.start, {"producer": 1, "consumer": 0}[side]
-    wanted = list[str]()
-
-    def refuse(self: threading.Thread) -> None:
-        if self.name == "kvxfer-data":
-            wanted.append(self.name)
-            if len(wanted) == skip + 1:
-                raise RuntimeError("can't start new thread")
-        start(self)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    outcome = deliver(p, d, "x")
-    assert len(wanted) > skip
-    assert "can't start new thread" in str(outcome.failure)
-    assert deliver(p, d, "y").delivered

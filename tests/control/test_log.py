@@ -25,13 +25,6 @@ def test_both_sides_name_their_engines_request(engine, caplog: pytest.LogCapture
     assert f"consumer: request cmpl-at-d, transfer {T}: " in caplog.text
 
 
-def test_an_offer_without_a_name_goes_by_its_transfer(engine) -> None:
-    p = engine({})
-    p.agents[0].offer(offered([3], 4, transfer=T))
-    p.agents[0].revoke(T, 1, "given up", True)
-    assert p.wait(Ended)[0].handle == str(T)
-
-
 def test_a_name_of_any_length_takes_no_more_of_a_line_than_can_be_read(
     engine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,8 +12,6 @@ from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Released
 from tests.control.conftest import SeededEngine, fetch, offered, until
-from tests.control.node import name, nodes
-from tests.control.test_processes import deliver
 
 K = FailureKind
 GOOD = [TransferId("own/1/good", i) for i in range(6)]
@@ -70,37 +68,3 @@ def test_one_load_ends_badly_amid_others(
     d.wait(Released, count=1 + len(GOOD))
     assert all(np.array_equal(d.block(i + 8), p.block(i + 8)) for i in range(6))
     assert connections(p) == links, "the link was made anew"
-
-
-@pytest.mark.parametrize("backend", ["zmq", "tcp"])
-def test_one_host_is_starved_amid_others(backend: str) -> None:
-    """It gets no time while half of its loads is on the way; those of another host go on, and its own once it lives again."""
-    config: dict[str, float] = {"transfer_timeout": 60.0, "lease": 60.0, "peer_timeout": 30.0}
-    with nodes(backend, **config) as make:
-        p, starved, d = make(seed=1), make(), make()
-        loads = [(who, name(f"{who is d} {i}"), 8 * (who is d) + i) for who in (starved, d) for i in range(4)]
-        for who, transfer, block in loads:
-            p.offer(transfer, [block], 4, 1, False)
-            who.fetch(transfer, p.source, [block, block + 16], 8)
-        until(lambda: all(who.blocks([block]) == p.blocks([block]) for who, _, block in loads), 30)
-        with starved.stopped():
-            for _, transfer, block in loads:
-                p.offer(transfer, [block, block + 16], 8, 1, True)
-            ends = [d.settled(transfer, 30) for who, transfer, _ in loads if who is d]
-            assert all(end.outcome.delivered for end in ends), ends
-            deliver(p, d, "a load that comes meanwhile")
-        ends = [starved.settled(transfer, 30) for who, transfer, _ in loads if who is starved]
-        assert all(end.outcome.delivered for end in ends), ends
-        assert all(who.blocks([block + 16]) == p.blocks([block + 16]) for who, _, block in loads)
-
-
-def test_a_digest_that_differs_amid_others(engine: Callable[..., SeededEngine]) -> None:
-    p, d = engine({"backend": "zmq"}, seed=1, blocks=32), engine({"backend": "zmq"}, blocks=32)
-    p.agents[0].offer(offered([30], 4, transfer=BAD, digest=b"another"))
-    for i, transfer in enumerate((*GOOD, BAD)):
-        if transfer is not BAD:
-            p.agents[0].offer(offered([i], 4, transfer=transfer))
-        d.agents[0].fetch(fetch(p.source, [i], 4, transfer=transfer, handle=str(transfer)))
-    ends = d.wait(Ended, count=len(GOOD) + 1)
-    assert {e.transfer: e.outcome.kind for e in ends} == dict.fromkeys(GOOD) | {BAD: K.DIGEST_DIFFERS}
-    assert len(connections(p)) == 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import select
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from kvxfer import Agent, Event, readable
+from kvxfer.control.events import EventQueue
 from kvxfer.identity import TransferId
 from tests.control.conftest import Ended, Released, SeededEngine, fetch, offered
 
@@ -31,6 +31,10 @@ def gather(agent: Agent, more: Callable[[], Any]) -> list[Event]:
         assert more(), found
         found += agent.events()
     return found
+
+
+def polled(queue: EventQueue) -> bool:
+    return bool(select.select([queue], [], [], 0)[0])
 
 
 def is_whole(found: list[Event]) -> bool:
@@ -75,18 +79,30 @@ def test_tasks_await_results(engine):
     assert is_whole(asyncio.run(main()))
 
 
-def test_who_waits_computes_nothing(engine):
-    """It would wake 2,000 times to poll each millisecond."""
-    agent = engine({}).agents[0]
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-    assert agent.events(timeout=1.0) == []
-    assert asyncio.run(readable(agent, 1.0)) is False
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 50
-
-
 def test_nobody_waits_for_a_closed_agent(engine):
     agent = engine({}).agents[0]
     threading.Timer(0.3, agent.close).start()
     while agent.events(timeout=NEVER_S):
         pass
     assert agent.events(timeout=NEVER_S) == [] and asyncio.run(readable(agent, NEVER_S))
+
+
+def test_whoever_waits_is_told_once_for_all_that_has_happened() -> None:
+    queue, heard = EventQueue(), list[int]()
+    queue.heard = lambda: heard.append(len(heard))
+    events = [Released("consumer", TransferId("own/1/x", i), str(i)) for i in range(3)]
+    for event in events:
+        queue.put(event)
+    assert not heard and not polled(queue)
+    queue.tell()
+    assert len(heard) == 1 and polled(queue)
+    queue.tell()
+    assert len(heard) == 1
+    assert queue.take(0.0) == events and not polled(queue)
+    queue.put(events[0])
+    assert queue.take(0.0) == events[:1], "who looks need not be told"
+    queue.tell()
+    assert len(heard) == 1 and not polled(queue)
+    queue.put(events[0])
+    queue.tell()
+    assert len(heard) == 2 and polled(queue)

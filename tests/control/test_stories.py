@@ -81,16 +81,6 @@ def test_what_failed_is_told_without_a_name(pair: tuple[AgentEngine, AgentEngine
     assert "nothing came within 1 s" in found["verdict"]["says"]
 
 
-def test_what_is_under_way(pair: tuple[AgentEngine, AgentEngine]) -> None:
-    p, _ = pair
-    transfer = TransferId.mint(p.directory.epoch, "late")
-    with closing(AgentEngine(None, PagedMemory(tokens=TOKENS))) as d:
-        d.agents[0].fetch(Fetch("late-1", transfer, DIGEST, p.source, BlockTable.of([[2]]), 0, TOKENS))
-        until(lambda: why("late-1", decode=d)[1]["requests"])
-        code, told = why("late-1", decode=d)
-        assert code == 0 and "it waits for the prefill engine, or its bytes" in told["requests"][0]["verdict"]["says"]
-
-
 def test_ranks_of_one_process_tell_one_story() -> None:
     with closing(AgentEngine(None, PagedMemory(ranks=2, tokens=TOKENS))) as p:
         for agent in p.agents:

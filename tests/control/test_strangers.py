@@ -11,55 +11,23 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
 from kvxfer.config import Config
 from kvxfer.control import accept, notices
 from kvxfer.control.directory import Directory
-from kvxfer.errors import ArgumentError
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
-from kvxfer.identity import Source, TransferId
+from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer.protocol.values import Ended, Released
-from kvxfer.testing.engine import PagedMemory
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable
-from tests.control.conftest import SeededEngine, fetch, offered, until
-from tests.control.stranger import Stranger, framed, impostor, poured
+from tests.control.conftest import SeededEngine, fetch, offered, until, works
+from tests.control.stranger import Stranger, acquainted, framed, hello, impostor
 
 T = TransferId("own/1/honest", 0)
-
-
-def hello(p: SeededEngine, **changes: object) -> m.Hello:
-    rank = p.agents[0].descriptor
-    cache = PagedMemory().caches[0]
-    values = {
-        "protocol": m.PROTOCOL,
-        "backend": p.agents[0].descriptor.backends[0],
-        "expect_epoch": rank.epoch,
-        "epoch": 1,
-        "engine": "stranger",
-        "endpoint": b"?",
-        "cache": cache,
-        "assignments": (),
-        "mode": "read",
-        "piece_bytes": 4096,
-    }
-    return m.Hello(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def honest(p: SeededEngine, d: SeededEngine, transfer: TransferId = T) -> None:
-    """A transfer between the two works."""
-    so_far = len([e for e in d.events() if isinstance(e, Ended)])
-    p.agents[0].offer(offered([3], 4, transfer=transfer))
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=transfer, handle=str(transfer)))
-    end = d.wait(Ended, count=so_far + 1)[so_far]
-    assert end.transfer == transfer and end.outcome.delivered, end
-    d.wait(Released, count=so_far + 1)  # the next fetch fills the same block
-    assert np.array_equal(d.block(5), p.block(3))
 
 
 @pytest.fixture
@@ -87,7 +55,7 @@ def test_a_hello_that_does_not_fit_is_refused_with_the_reason(
         s.say(hello(p, **changes))
         refused = s.answer()
         assert isinstance(refused, m.Refused) and refused.kind is kind and refused.reason and not refused.again, refused
-    honest(p, d)
+    works(p, d)
 
 
 class Tracked(FakeTransport):
@@ -127,7 +95,7 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
             s.say(hello(p))
             refused = s.answer()
             assert isinstance(refused, m.Refused) and refused.kind is FailureKind.BACKEND_FAILED
-    honest(p, d)
+    works(p, d)
     assert of_p.given == 6
     p.agents[0].close()
 
@@ -169,24 +137,8 @@ def test_another_version_is_told_so(pair: tuple[SeededEngine, SeededEngine]) -> 
             assert isinstance(refused, m.Refused) and refused.kind is FailureKind.INCOMPATIBLE
 
 
-JUNK = [
-    b"",
-    b"\x00",
-    b"\xff" * 100,
-    b"\x91\xa4ping",
-    b"\x92\xa4ping\xcf\xff\xff\xff\xff\xff\xff\xff\xff",
-    b"[1,2]",
-    m.encode(m.Pong(1)),
-    m.encode(m.Welcome(1, b"", 1)),
-    m.encode(m.CommitAck(T, 1)),
-    m.encode(m.AttemptClosed(T, 1, FailureKind.REVOKED, "x", True)),
-    m.encode(m.Lookup(1)),
-    m.encode(m.Refused(FailureKind.REFUSED, "no", False)),
-    b"\xdd\xff\xff\xff\xff" * 3,
-    b"\x94" * 5000,
-]
-
-
+JUNK = [b"", b"\xff" * 100, b"[1,2]", m.encode(m.Pong(1)), m.encode(m.Welcome(1, b"", 1)), b"\x94" * 5000]
+"""Frames; `tests/fuzz` has many more."""
 RAW = [
     b"",
     b"\0\0\0\0" * 1000,
@@ -214,7 +166,7 @@ def test_junk_at_both_sockets_changes_nothing(
         with Stranger(address) as s, suppress(ConnectionError):
             s.send(b"x" * (m.MAX_BYTES + 1))
             assert s.hung_up_on()
-    honest(p, d)
+    works(p, d)
     begun = {t.name for t in set(threading.enumerate()) - threads}
     assert begun == {"kvxfer-hellos", "kvxfer-examine"}, "those that look at hellos and at cards"
     assert not [r for r in caplog.records if r.exc_info], "something was not handled"
@@ -269,142 +221,67 @@ def test_whoever_fills_a_directory_leaves_room_for_others(pair: tuple[SeededEngi
     assert [notice for notice in heard if isinstance(notice, Renew)] == [Renew(p.source.epoch, (Named(T, b"d"),))]
 
 
-def test_directory_outlives_addresses_that_are_none() -> None:
-    d = Directory(Config(), "e")
-    try:
-        for host, port in (("no such host !", 5), ("127.0.0.1", 0), ("ipc:///tmp/x", 1), ("\u0000", 1)):
-            with pytest.raises(ArgumentError):
-                Source(host, port, 1)
-        for host in ("gone.invalid", "127.0.0.1"):
-            d.tell(Source(host, 1, 1), Renew(1, (Named(T, b"d"),)))
-        d.publish((m.RankDescriptor("tcp://127.0.0.1:1", 1, PagedMemory().caches[0], ()),))
-        with Stranger(f"tcp://127.0.0.1:{d.source.port}") as s:
-            s.say(m.Lookup(m.PROTOCOL))
-            assert isinstance(s.answer(), m.EngineDescriptor)
-    finally:
-        d.close()
-
-
-def many_wants() -> bytes:
-    return m.encode(m.FetchRequest(TransferId("own/1/flood", 0), 1, b"d", 0, 4, BlockTable((b"\0" * 4000,)), 1, 5.0))
-
-
-FLOODS = {
-    "junk": b"\xff" * 200,
-    "pings": m.encode(m.Ping(1)),
-    "lookups": m.encode(m.Lookup(m.PROTOCOL)),
-    "wants": many_wants(),
-}
-
-
-@pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_from_a_stranger_does_not_starve_others(pair: tuple[SeededEngine, SeededEngine], flood: str) -> None:
-    p, d = pair
-    agent, directory = p.agents[0].descriptor.address, f"tcp://127.0.0.1:{p.source.port}"
-    with poured(agent, framed(FLOODS[flood])), poured(directory, framed(FLOODS[flood])):
-        for i in range(20):
-            honest(p, d, TransferId("own/1/among", i))
-
-
-@pytest.mark.parametrize("flood", ["pings", "wants"])
-def test_a_flood_from_a_peer_does_not_starve_others(pair: tuple[SeededEngine, SeededEngine], flood: str) -> None:
-    p, d = pair
-    other = FakeTransport("other", {"verbs": ["read"]})
-    greeting = hello(p, endpoint=other.endpoint())
-    with poured(p.agents[0].descriptor.address, framed(FLOODS[flood]), greeting):
-        for i in range(20):
-            honest(p, d, TransferId("own/1/among", i))
-    other.close()
-
-
-def test_what_a_peer_may_ask_for_at_once_is_bounded(pair: tuple[SeededEngine, SeededEngine]) -> None:
-    p, d = pair
-    other = FakeTransport("other", {"verbs": ["read"]})
-    with Stranger(p.agents[0].descriptor.address) as s:
-        s.say(hello(p, endpoint=other.endpoint()))
-        assert isinstance(s.answer(), m.Welcome)
-        table = BlockTable((bytes(1 << 20),))
-        for i in range(90):
-            s.say(m.FetchRequest(TransferId("own/1/hoard", i), i + 1, b"d", 0, 4, table, 1, 5.0))
-        gone = s.answer()
-        assert isinstance(gone, m.AttemptClosed) and gone.kind is FailureKind.OVERLOADED
-    honest(p, d)
-    other.close()
-
-
 def test_however_many_links_strangers_keep_alive_the_next_one_is_made(
     engine, pair: tuple[SeededEngine, SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the cost of one over which nothing moves, of whoever has most of them."""
     monkeypatch.setattr(accept, "MAX_LINKS", 4)
     p, d = pair
-    other = FakeTransport("other", {"verbs": ["read"]})
-    address = p.agents[0].descriptor.address
 
     def asks(stack: ExitStack, i: int, transfer: str) -> Stranger:
-        s = stack.enter_context(Stranger(address, 20.0))
-        layers = hello(p).cache.views[0].layers
-        s.say(hello(p, endpoint=other.endpoint(), epoch=i, assignments=(ShardAssignment(0, 0, layers, 0, 4),)))
-        assert isinstance(s.answer(), m.Welcome)
+        s = stack.enter_context(acquainted(p, epoch=i))
         s.say(m.FetchRequest(TransferId(transfer, 0), 1, b"d", 0, 4, BlockTable.of([[1]]), 1, 20.0))
         s.say(m.Ping(1))
         assert isinstance(s.answer(), m.PartReady if transfer == "own/1/kept" else m.Pong)
         return s
 
-    honest(p, d)
+    works(p, d)
     with ExitStack() as stack:
-        stack.callback(other.close)
         p.agents[0].offer(offered([3], 4, transfer=TransferId("own/1/kept", 0)))
         waiting = [asks(stack, i, f"never {i}") for i in range(1, 4)]
-        late = engine({"verbs": ["read"]})
-        honest(p, late, TransferId("own/1/late", 0))
+        works(p, engine({"verbs": ["read"]}))
         assert len([link for link in p.agents[0].links() if link.up]) == 4
         assert waiting[0].hung_up_on()  # of the one who has most links, that which was used longest ago
         for kept in waiting[1:]:
             kept.say(m.Ping(2))
             assert isinstance(kept.answer(), m.Pong)
-        honest(p, d, TransferId("own/1/again", 0))
+        works(p, d)
         for i in range(4, 8):
             asks(stack, i, "own/1/kept")
-        with Stranger(address) as s:
-            s.say(hello(p, endpoint=other.endpoint()))
+        with Stranger(p.agents[0].descriptor.address) as s:
+            s.say(hello(p))
             refused = s.answer()
             assert isinstance(refused, m.Refused) and refused.kind is FailureKind.OVERLOADED
 
 
-WELCOMES = {
-    "larger pieces than we have room for": {"piece_bytes": 1 << 40},
-    "pieces of nothing": {"piece_bytes": 0},
-    "fewer checks than we ask for": {"integrity": "off"},
+def announced(piece_bytes: int) -> m.PartReady:
+    return m.PartReady(T, 1, 1, 0, 0, 4, True, BlockTable.of([[3]]), 0, piece_bytes)
+
+
+ANSWERS: dict[str, tuple[dict[str, Any], m.PartReady | None, FailureKind]] = {
+    "larger pieces than we have room for": ({"piece_bytes": 1 << 40}, None, FailureKind.INCOMPATIBLE),
+    "pieces of nothing": ({"piece_bytes": 0}, None, FailureKind.INCOMPATIBLE),
+    "fewer checks than we ask for": ({"integrity": "off"}, None, FailureKind.INCOMPATIBLE),
+    "smaller pieces than were agreed on": ({}, announced(1), FailureKind.MISUSE),
+    "larger pieces than were agreed on": ({}, announced(1 << 40), FailureKind.MISUSE),
 }
+"""What a producer changes in its welcome, how it announces a part, and how the load ends."""
 
 
-@pytest.mark.parametrize("what", WELCOMES)
-def test_a_welcome_that_was_not_asked_for_is_none(engine, pair: tuple[SeededEngine, SeededEngine], what: str) -> None:
-    d = engine({"verbs": ["read"]}, integrity="sample")
-    other = FakeTransport("other", {"verbs": ["read"]})
-    terms: dict[str, Any] = {"piece_bytes": 4096, "integrity": "sample", **WELCOMES[what]}
-    with impostor(d, {m.Hello: m.Welcome(78, other.endpoint(), **terms)}) as source:
-        d.agents[0].fetch(fetch(source, [5], 4, transfer=T))
-        (end,) = d.wait(Ended)
-    assert end.outcome.kind is FailureKind.INCOMPATIBLE, end
-    honest(pair[0], d, TransferId("own/2/y", 0))
-    other.close()
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 4095, 1 << 40])
-def test_pieces_of_a_size_that_was_not_agreed_on(
-    engine, pair: tuple[SeededEngine, SeededEngine], piece_bytes: int
+@pytest.mark.parametrize("what", ANSWERS)
+def test_an_answer_that_does_not_fit_the_question_fails_its_load(
+    engine, pair: tuple[SeededEngine, SeededEngine], what: str
 ) -> None:
-    """Smaller ones would keep the data thread busy for ever, larger ones run over the slots."""
-    d = engine({"verbs": ["read"]})
-    other = FakeTransport("other", {"verbs": ["read"]})
-    have = m.PartReady(T, 1, 1, 0, 0, 4, True, BlockTable.of([[3]]), 0, piece_bytes)
-    with impostor(d, {m.Hello: m.Welcome(78, other.endpoint(), 4096), m.FetchRequest: have}) as source:
+    """Small pieces would keep the data thread busy for ever, large ones run over the slots."""
+    changes, have, kind = ANSWERS[what]
+    d, other = engine({"verbs": ["read"]}, integrity="sample"), FakeTransport("other", {"verbs": ["read"]})
+    terms: dict[str, Any] = {"piece_bytes": 4096, "integrity": "sample", **changes}
+    says: dict[type, m.Message] = {m.Hello: m.Welcome(78, other.endpoint(), **terms)}
+    with impostor(d, says | ({m.FetchRequest: have} if have else {})) as source:
         d.agents[0].fetch(fetch(source, [5], 4, transfer=T))
         (end,) = d.wait(Ended)
-    assert end.outcome.kind is FailureKind.MISUSE, end
-    honest(pair[0], d, TransferId("own/2/y", 0))
+    assert end.outcome.kind is kind, end
+    works(pair[0], d)
     other.close()
 
 
@@ -415,18 +292,14 @@ def test_who_takes_the_public_number_of_a_consumer_is_not_taken_for_it(pair: tup
         asking.say(m.Lookup(m.PROTOCOL))
         found = asking.answer()
     assert isinstance(found, m.EngineDescriptor)
-    other = FakeTransport("other", {"verbs": ["read"]})
-    with Stranger(p.agents[0].descriptor.address) as s:
-        layers = hello(p).cache.views[0].layers
-        who = {"epoch": found.ranks[0].epoch, "assignments": (ShardAssignment(0, 0, layers, 0, 4),)}
-        s.say(hello(p, endpoint=other.endpoint(), **who))
-        assert isinstance(s.answer(), m.Welcome)
+    with acquainted(p, epoch=found.ranks[0].epoch) as s:
         for attempt in range(1, 20):
             s.say(m.Committed(T, attempt, b"guessed"))
         s.say(m.Ping(1))
         assert isinstance(s.answer(), m.Pong)
-        honest(p, d)
-    other.close()
+        p.agents[0].offer(offered([3], 4, transfer=T))
+        d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
+        assert d.wait(Ended)[0].outcome.delivered
 
 
 def test_what_strangers_wait_for_is_forgotten_with_their_connections() -> None:

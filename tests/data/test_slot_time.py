@@ -26,8 +26,7 @@ from kvxfer.testing.fake import FakeTransport, Network
 from kvxfer.testing.network import LinkEnd
 from kvxfer.values import BlockTable
 from tests.control.conftest import SeededEngine, fetch, offered, until
-from tests.control.stranger import Stranger
-from tests.control.test_strangers import hello
+from tests.control.stranger import Stranger, hello
 
 STAGED = {"verbs": ["read"], "gathers": False}
 CALM = {"staging_bytes": SLOTS * 4096, "peer_timeout": 60.0, "transfer_timeout": 60.0, "lease": 60.0, "blocks": 400}

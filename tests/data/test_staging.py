@@ -135,7 +135,7 @@ def test_a_write_that_no_close_would_end_lands_in_staging(engine, quiet, staged)
 
 
 def test_what_a_peer_already_has_a_slot_for_always_finds_one():
-    """Or a circle of engines could wait for each other's slots: see ``test_stress.py``, where it happened."""
+    """Or a circle of engines could wait for each other's slots: it has happened."""
     memory = np.zeros(SLOTS * 4096, np.uint8)
     staging = Staging((Region(memory.ctypes.data, memory.nbytes),), memory.nbytes, "cpu")
     links = [bytes([n]) for n in range(SLOTS)]

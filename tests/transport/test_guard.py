@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import logging
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvxfer.backend.ports import listening
 from kvxfer.config import Config
-from kvxfer.control.agent import Agent
 from kvxfer.errors import ConfigError
 from kvxfer.failures import FailureKind
 from kvxfer.protocol import messages as m
-from kvxfer.security import make_key
 from kvxfer.settings import own_address
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import auto, load
 from kvxfer.transport.auto import candidates
 from tests.control.conftest import engine
-from tests.control.stranger import Stranger
-from tests.control.test_strangers import hello
+from tests.control.stranger import Stranger, hello
 
 __all__ = ["engine"]
 
@@ -109,15 +105,6 @@ def test_who_names_one_has_it_and_is_warned(caplog: Any) -> None:
     config = Config(backend=OPEN, key_file="key")
     assert tuple(candidates(config, ["cpu"])) == ("open",)
     assert "may be used although a key is set" in caplog.text
-
-
-def test_an_engine_with_a_key_says_what_it_left_out(engine: Any, tmp_path: Path, caplog: Any) -> None:  # noqa: F811
-    make_key(tmp_path / "key")
-    with caplog.at_level(logging.INFO):
-        e = engine({"backend": "auto"}, key_file=str(tmp_path / "key"))
-    agent: Agent = e.agents[0]
-    assert agent.descriptor.backends == ("loose", "near")
-    assert "open not, a key is set" in caplog.text
 
 
 class Ajar(Loose):
