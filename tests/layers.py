@@ -68,7 +68,7 @@ LAYERS = {
     "backends": Layer(
         "tests/backend tests/backends --ignore tests/backends/test_ucx.py",
         "tests/backends/test_impostors.py tests/backends/test_ports.py tests/backends/test_nixl_endings.py "
-        "tests/backends/test_inheritance.py tests/backends/test_turns.py tests/backends/test_nixl_closing.py",
+        "tests/backends/test_inheritance.py tests/backends/test_turns.py",
         keep=12,
         beside=2,
     ),

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,21 +16,22 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvxfer.errors import ConfigError, TransportError
+from kvxfer.errors import TransportError
 from kvxfer.geometry import Runs
 from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Suite, TransferMode, World
+from kvxfer.testing.conformance import TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.participant_link import Started
 from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
 from tests.backends.altered import altered_as
+from tests.backends.conftest import world_of
 from tests.conftest import require
 
 require("cma")
 
-from kvxfer_cma import CmaTransport, ptrace  # noqa: E402  (only where it can be used)
+from kvxfer_cma import CmaTransport  # noqa: E402  (only where it can be used)
 from kvxfer_cma.endpoint import Endpoint  # noqa: E402
 
 VM = {"mode": "vm"}
@@ -48,48 +50,23 @@ class TestSharedMemory(ConformanceSuite):
     options: ClassVar[dict[str, Any]] = SHM
 
 
-class Direct(Suite):
-    backend = CmaTransport
-    options: ClassVar[dict[str, Any]] = VM
-    __test__ = False
+CREW = {**VM, "threads": 3}
+"""Every batch is copied by several threads, however small."""
 
 
-class Shared(Suite):
-    backend = CmaTransport
-    options: ClassVar[dict[str, Any]] = SHM
-    __test__ = False
-
-
-class Crewed(Suite):
-    """Every batch is copied by several threads."""
-
-    backend = CmaTransport
-    options: ClassVar[dict[str, Any]] = {**VM, "threads": 3}
-    __test__ = False
-
-
-@pytest.fixture(params=[Direct, Crewed, Shared], ids=["vm", "crew", "shm"])
+@pytest.fixture(params=[VM, CREW, SHM], ids=["vm", "crew", "shm"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    if request.param is Crewed:
+    if request.param is CREW:
         monkeypatch.setattr("kvxfer.memory.pool.SHARE_BYTES", 1)
         monkeypatch.setattr("kvxfer_cma.copy.PIECE_BYTES", 4096)
-    world = World(request.param())
-    yield world
-    world.close()
+    with closing(world_of("cma", **request.param)) as made:
+        yield made
 
 
 @pytest.fixture
 def direct() -> Iterator[World]:
-    world = World(Direct())
-    yield world
-    world.close()
-
-
-@pytest.fixture
-def shared() -> Iterator[World]:
-    world = World(Shared())
-    yield world
-    world.close()
+    with closing(world_of("cma", **VM)) as made:
+        yield made
 
 
 altered = partial(altered_as, Endpoint)
@@ -132,22 +109,6 @@ def test_a_process_that_took_over_the_number_is_not_touched(direct: World, batch
 
 
 @pytest.mark.parametrize("batch", [read, write])
-def test_a_number_that_the_kernel_does_not_vouch_for_any_more_is_not_believed(direct: World, batch: Any) -> None:
-    """Even if whoever has it shows the right key: the process that it was told for is gone."""
-    a, b = direct.local(), direct.local()
-    for participant in (a, b):
-        participant.allocate([N], 1)
-    link = direct.link(a, b)
-    direct.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [N]))
-    a.transport.links[
-        link.peers[a.name]
-    ].liveness.process.close()  # as after its end, which the socket has not told yet
-    before = b.content(0)
-    assert b.name in error_of(direct, a, batch(link.peers[a.name]))
-    assert_equal(b.content(0), before, "its memory")
-
-
-@pytest.mark.parametrize("batch", [read, write])
 def test_what_a_peer_has_taken_back_is_not_touched(world: World, batch: Any) -> None:
     """Deregistered memory may be anything by now, though the process lives and still maps it."""
     a, b = world.local(), world.local()
@@ -162,19 +123,6 @@ def test_what_a_peer_has_taken_back_is_not_touched(world: World, batch: Any) -> 
     assert b.name in error
     assert_equal(memory[0].get(), before, "memory that was taken back")
     world.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [N]), memory=1)
-
-
-@pytest.mark.parametrize("batch", [read, write])
-def test_a_peer_that_has_hung_up_is_not_touched(world: World, batch: Any) -> None:
-    a, b = world.local(), world.local()
-    a.allocate([N], 1)
-    b.allocate([N], 2)
-    link = world.link(a, b)
-    b.disconnect(link.peers[b.name])
-    before = a.content(0), b.content(0)
-    assert b.name in error_of(world, a, batch(link.peers[a.name]))
-    assert_equal(a.content(0), before[0], "our memory")
-    assert_equal(b.content(0), before[1], "the peer's memory")
 
 
 @pytest.mark.parametrize("batch", [read, write])
@@ -247,21 +195,6 @@ def _become_another_program(pipe: Connection) -> None:
     os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-def test_death_in_the_middle_of_a_copy(world: World) -> None:
-    """Batches that are too large for one poll, and a peer that is killed while they run."""
-    a, b = world.local(), world.mortal()
-    for participant in (a, b):
-        participant.allocate([96 << 20], 1)
-    link = world.link(a, b)
-    runs = Runs.of([0], [0], [96 << 20])
-    started = [link.start(TransferMode.READ, b, a, runs) for _ in range(4)]
-    world.turn()
-    assert not started[0].over()
-    b.kill()
-    errors = [r.error for r in world.finish(*started)]
-    assert all(e is not None and b.name in e for e in errors), errors
-
-
 @pytest.mark.parametrize("way", [TransferMode.READ, TransferMode.WRITE])
 def test_many_pieces_arrive_whichever_thread_copies_them(world: World, way: TransferMode) -> None:
     a, b = world.local(), world.other()
@@ -270,20 +203,6 @@ def test_many_pieces_arrive_whichever_thread_copies_them(world: World, way: Tran
     at = np.random.default_rng(0).permutation(2000) * 1536
     source, target = (b, a) if way is TransferMode.READ else (a, b)
     world.move(world.link(a, b), way, source, target, Runs.of(at, np.sort(at), np.full(2000, 1531)))
-
-
-def test_a_poll_stays_short(world: World) -> None:
-    """However large the batch, a poll returns within `may_block_s` and many are needed. (No timing: counted.)"""
-    a, b = world.local(), world.other()
-    for participant in (a, b):
-        participant.allocate([96 << 20], 1)
-    link = world.link(a, b)
-    started = link.start(TransferMode.READ, b, a, Runs.of([0], [0], [96 << 20]))
-    turns = 0
-    while not started.over():
-        world.turn()
-        turns += 1
-    assert turns > 1
 
 
 def _refused(pipe: Connection, mode: str) -> None:
@@ -310,13 +229,8 @@ def _refused(pipe: Connection, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["vm", "auto"])
 def test_where_the_kernel_refuses(mode: str) -> None:
     """`vm` says what to do about it; `auto` goes through shared memory."""
-
-    class Auto(Suite):
-        backend = CmaTransport
-        __test__ = False
-
     libc = ctypes.CDLL(None)
-    world = World(Auto())
+    world = world_of("cma")
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
     a = world.local()
@@ -385,33 +299,3 @@ def test_a_peer_without_shared_memory_is_named() -> None:
     finally:
         for transport in (vm, shm, other):
             transport.close()
-
-
-@pytest.mark.parametrize(
-    "options, named",
-    [({"mode": "fast"}, "mode"), ({"allow_ptrace": "yes"}, "allow_ptrace"), ({"modes": "vm"}, "did you mean 'mode'")],
-)
-def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        CmaTransport("agent", options)
-
-
-@pytest.mark.parametrize(
-    "scope, privileged, said",
-    [
-        (None, False, "may read the memory of processes of user"),
-        (0, False, "may read the memory of processes of user"),
-        (1, False, "allow_ptrace: true"),
-        (1, True, "every process"),
-        (2, False, "CAP_SYS_PTRACE"),
-        (3, True, "forbids"),
-    ],
-)
-def test_probe_explains_the_rules(
-    monkeypatch: pytest.MonkeyPatch, scope: int | None, privileged: bool, said: str
-) -> None:
-    monkeypatch.setattr(ptrace, "yama_scope", lambda: scope)
-    monkeypatch.setattr(ptrace, "privileged", lambda: privileged)
-    probe = CmaTransport.probe()
-    assert probe.usable and said in probe.reason
-    assert probe.facts["yama ptrace_scope"] == ("absent" if scope is None else str(scope))

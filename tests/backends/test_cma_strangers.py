@@ -5,37 +5,32 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from contextlib import closing
+from typing import Any
 
 import pytest
 
 from kvxfer.backend import LivenessLinks, Wakeup
 from kvxfer.backend.endpoint import new_token
-from kvxfer.testing.conformance import Suite, World
+from kvxfer.testing.conformance import World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant
+from tests.backends.conftest import world_of
 from tests.conftest import require
 from tests.descriptors import open_files
 
 require("cma")
 
-from kvxfer_cma import CmaTransport, ring  # noqa: E402  (only where it can be used)
+from kvxfer_cma import ring  # noqa: E402  (only where it can be used)
 from kvxfer_cma.endpoint import Endpoint  # noqa: E402
 
 N = 1 << 16
 
 
-class Shared(Suite):
-    backend = CmaTransport
-    options: ClassVar[dict[str, Any]] = {"mode": "shm"}
-    __test__ = False
-
-
 @pytest.fixture
 def shared() -> Iterator[World]:
-    world = World(Shared())
-    yield world
-    world.close()
+    with closing(world_of("cma", mode="shm")) as made:
+        yield made
 
 
 class Stranger:

@@ -1,8 +1,7 @@
 """A process that has no descriptor left keeps the links that it has, and makes others once it has some again."""
 
-import importlib
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
@@ -11,31 +10,23 @@ import pytest
 from kvxfer import Agent, Config, KvxferError
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Runs
-from kvxfer.testing.conformance import Suite, World
 from kvxfer.testing.engine import PagedMemory
+from kvxfer.transport import registry
+from tests.backends.conftest import way_of, world_of
 from tests.conftest import require
 from tests.descriptors import descriptors_kept, no_descriptor_left
 
 
 @pytest.mark.parametrize(
-    "backend, kind, options",
-    [
-        ("tcp", "kvxfer_tcp:TcpTransport", {}),
-        ("zmq", "kvxfer_zmq:ZmqTransport", {}),
-        ("cma", "kvxfer_cma:CmaTransport", {"mode": "vm"}),
-        ("cma", "kvxfer_cma:CmaTransport", {"mode": "shm"}),
-    ],
+    "backend, options", [("tcp", {}), ("zmq", {}), ("cma", {"mode": "vm"}), ("cma", {"mode": "shm"})]
 )
-def test_a_shortage_costs_new_links_only(backend: str, kind: str, options: dict[str, Any]) -> None:
+def test_a_shortage_costs_new_links_only(backend: str, options: dict[str, Any]) -> None:
     """Who connects meanwhile is not taken in, which keeps nobody busy. What is built on UCX, which opens files by itself, is not here."""
     require(backend)
-    module, _, name = kind.partition(":")
-    suite = type("Short", (Suite,), {"backend": getattr(importlib.import_module(module), name), "options": options})()
-    world = World(suite)
-    try:
+    with closing(world_of(backend, **options)) as world:
         a, b = world.local(), world.process("far")
         world.allocate(a, b)
-        link, way, runs = world.link(a, b), suite.ways()[0], Runs.of([0], [0], [1_000_000])
+        link, way, runs = world.link(a, b), way_of(world), Runs.of([0], [0], [1_000_000])
         world.move(link, way, a, b, runs)
         ends = [(a.endpoint(), b.endpoint()) for _ in range(3)]
         with no_descriptor_left():
@@ -55,25 +46,17 @@ def test_a_shortage_costs_new_links_only(backend: str, kind: str, options: dict[
         world.run(0.3)
         world.move(link, way, a, b, runs)
         world.move(world.link(a, b), way, a, b, runs)
-    finally:
-        world.close()
 
 
 @pytest.mark.parametrize(
-    "backend, kind, options",
-    [
-        ("tcp", "kvxfer_tcp:TcpTransport", {}),
-        ("cma", "kvxfer_cma:CmaTransport", {"mode": "vm"}),
-        ("cma", "kvxfer_cma:CmaTransport", {"mode": "shm"}),
-        (None, "tests.backends.cuda_on_host:OnHost", {}),
-    ],
+    "backend, options",
+    [("tcp", {}), ("cma", {"mode": "vm"}), ("cma", {"mode": "shm"}), ("tests.backends.cuda_on_host:OnHost", {})],
 )
-def test_what_cannot_be_made_keeps_none(backend: str | None, kind: str, options: dict[str, Any]) -> None:
+def test_what_cannot_be_made_keeps_none(backend: str, options: dict[str, Any]) -> None:
     """It is tried again and again, and took with it what had come free since."""
-    if backend is not None:
+    if backend == "cma":
         require(backend)
-    module, _, name = kind.partition(":")
-    make = getattr(importlib.import_module(module), name)
+    make = registry.load(backend)
     make("first", options).close()  # what is loaded for it is loaded now
     refused = set()
 

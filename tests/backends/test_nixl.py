@@ -4,24 +4,21 @@
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from kvxfer.backend import CopyPool
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Runs
 from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import ParticipantLink, Started, TransferMode, World
+from kvxfer.testing.conformance import ParticipantLink, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.deaths import Deaths
 from kvxfer.testing.conformance.endings import Endings
 from kvxfer.testing.conformance.history import Histories
 from kvxfer.testing.conformance.transfers import Transfers
-from kvxfer.transport import Batch, Verb
 from tests.backends.nixl_worlds import MIB, TCP, altered, cma, large, tcp, world  # noqa: F401  (fixtures)
 from tests.conftest import require
 from tests.descriptors import open_files
@@ -31,7 +28,6 @@ require("nixl")
 from kvxfer_nixl import NixlTransport, flight  # noqa: E402  (only where it can be used)
 from kvxfer_nixl.agent import LibraryAgent  # noqa: E402
 from kvxfer_nixl.endpoint import Endpoint, ExportedPiece  # noqa: E402
-from kvxfer_nixl.link import Peer  # noqa: E402
 
 
 class TestCma(ConformanceSuite):
@@ -170,39 +166,6 @@ def test_an_aborted_batch_posts_no_more_pieces(tcp: World, monkeypatch: pytest.M
     tcp.move(link, TransferMode.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
 
 
-class Posted:
-    """An agent of whom the lengths of what is posted are kept. Posting a byte takes ``byte_s``."""
-
-    def __init__(self, byte_s: float) -> None:
-        self.byte_s, self.name, self.sizes = byte_s, "peer", list[int]()
-
-    def prepare(self, operation: str, here: Any, there: Any, name: str) -> int:
-        self.sizes.append(int(here[1][:, 1].sum()))
-        return len(self.sizes)
-
-    def post(self, handle: int) -> bool:
-        time.sleep(self.byte_s * self.sizes[-1])
-        return True
-
-    def release(self, handle: int) -> None:
-        pass
-
-
-@pytest.mark.parametrize("byte_s", [0.0, 1e-9], ids=["queued", "copied"])
-def test_gpu_memory_is_posted_whole_unless_that_copies_it(byte_s: float) -> None:
-    """Between agents of one GPU posting may copy, at less than a gigabyte a second: a call must not take seconds."""
-    agent, rows = Posted(byte_s), np.array([[0, 64 * MIB, 0], [64 * MIB, 8 * MIB, 0]], np.uint64)
-    link: Any = SimpleNamespace(peer=Peer("peer", False, agent), broken=None, up=True)  # type: ignore[arg-type]
-    for number in range(2):
-        agent.sizes.clear()
-        one = flight.Flight(number, "write", link, (True, rows), (True, rows), None, CopyPool(1, "posts"))
-        while (end := one.advance(time.monotonic(), time.monotonic() + 1.0)) is None:
-            pass
-        assert end.error is None and sum(agent.sizes) == 72 * MIB
-        whole = number and not byte_s
-        assert (agent.sizes == [72 * MIB]) if whole else max(agent.sizes) <= flight.PIECE_BYTES
-
-
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
@@ -221,19 +184,6 @@ def test_links_share_a_connection(world: World) -> None:
         sockets[i] = sum(name.startswith("socket:") for name in open_files())
     # UCX opens a lane when it first wants it, so a few may be late; one for each link is what must not be.
     assert sockets[1] - sockets[0] < links
-
-
-def test_a_link_closed_before_we_connect_fails_at_once(world: World) -> None:
-    a, b = world.local(), world.local()
-    world.allocate(a, b)
-    mine, theirs = a.endpoint(), b.endpoint()
-    b.disconnect(b.connect(theirs, mine))
-    world.run(0.3)
-    peer = a.connect(mine, theirs)
-    ten, zero = np.array([10]), np.array([0])
-    started = Started([(a, a.submit(Batch(Verb.READ, peer, 0, ten, zero, 0, zero)))])
-    [result] = world.finish(started, seconds=8)
-    assert result.error is not None and "closed" in result.error and b.name in result.error
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------------
@@ -309,16 +259,6 @@ def test_a_peer_that_greets_before_it_was_chosen_is_greeted_too(cma: World, earl
     while time.monotonic() < until:
         first.turn(True)
     cma.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [1000]))
-
-
-def test_an_endpoint_is_good_for_one_link(world: World) -> None:
-    a, b = world.local(), world.local()
-    mine, theirs = a.endpoint(), b.endpoint()
-    a.connect(mine, theirs)
-    with pytest.raises(TransportError, match="must be an unused endpoint"):
-        a.connect(mine, b.endpoint())
-    with pytest.raises(TransportError, match="in use"):
-        a.connect(a.endpoint(), theirs)
 
 
 def test_memory_on_two_devices_is_refused(world: World) -> None:

@@ -3,18 +3,15 @@
 import os
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvxfer.errors import ConfigError, TransportError
-from kvxfer.testing.participant import LocalParticipant
-from kvxfer.transport import Batch, Verb
-from tests.backends.nixl_worlds import MIB, TCP, altered
+from kvxfer.transport import Verb
+from tests.backends.nixl_worlds import altered
 from tests.conftest import require
 
 require("nixl")
@@ -83,13 +80,6 @@ def test_reads_are_offered_where_no_peer_has_to_help(
                 a.connect(mine, far)
 
 
-def test_whoever_names_the_verbs_has_decided(cards: Path) -> None:
-    options = {**TCP, "verbs": ["read"]}
-    with closing(NixlTransport("a", options)) as a, closing(NixlTransport("b", options)) as b:
-        assert a.capabilities.verbs == {Verb.READ}
-        a.connect(a.endpoint(), altered(b.endpoint(), line=f"kvxfer-nixl-{'0' * 32}"))
-
-
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -120,22 +110,6 @@ def test_whoever_names_the_verbs_has_decided(cards: Path) -> None:
 def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         NixlTransport("agent", options)
-
-
-def test_a_plugin_that_cannot_be_loaded_says_why() -> None:
-    """Of those in the wheel, GDS needs libcufile, LIBFABRIC libfabric; no machine of ours has both."""
-    messages = []
-    for plugin in ("GDS", "LIBFABRIC", "INFINIA"):
-        try:
-            NixlTransport("agent", {"plugin": plugin}).close()
-        except (ConfigError, TransportError) as e:
-            messages.append(str(e))
-    assert any("cannot be loaded here: lib" in m for m in messages), messages
-
-
-def test_a_plugin_that_cannot_start_is_an_error_of_the_transport() -> None:
-    with pytest.raises(TransportError, match="no_such_transport"):
-        NixlTransport("agent", {"ucx": {"TLS": "no_such_transport"}})
 
 
 def test_ucx_settings_with_a_list_reach_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,41 +145,11 @@ def test_a_keepalive_is_there_only_where_peers_copy_for_us(
     assert Options.parse(options).ucx_settings["KEEPALIVE_INTERVAL"] == interval
 
 
-def test_this_kernel_copies() -> None:
-    assert carriers.copies_directly("sm"), "or UCX would have nothing to read with in these tests"
-
-
 def test_an_environment_that_contradicts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     with pytest.raises(ConfigError, match="UCX_TLS"):
         NixlTransport("agent", {"ucx": {"TLS": "all"}})
     NixlTransport("agent", {"ucx": {"TLS": "tcp"}}).close()
-
-
-def test_peers_with_different_settings_understand_each_other() -> None:
-    """One side with its own number of workers."""
-    ends = [
-        LocalParticipant(NixlTransport, o, n, "cpu")
-        for n, o in (("a", {}), ("b", {"plugin_params": {"num_workers": 3}}))
-    ]
-    a, b = ends
-    try:
-        for end in ends:
-            end.allocate([MIB], 1)
-        mine, theirs = a.endpoint(), b.endpoint()
-        peer, _ = a.connect(mine, theirs), b.connect(theirs, mine)
-        number = a.submit(Batch(Verb.READ, peer, 0, np.array([MIB]), np.array([0]), 0, np.array([0])))
-        until = time.monotonic() + 30
-        while a.result(number) is None:
-            assert time.monotonic() < until
-            for end in ends:
-                end.turn(True)
-        result = a.result(number)
-        assert result is not None and result.error is None
-    finally:
-        for end in ends:
-            end.close()
-            end.free()
 
 
 # --- the process around it --------------------------------------------------------------------------------------------
@@ -264,51 +208,3 @@ def test_loading_leaves_no_trace(tmp_path: Any) -> None:
     done = run(LOADING, LOG_FILE=str(log))
     assert done.returncode == 0, done.stderr
     assert "still here" in log.read_text()
-
-
-def test_the_log_level_is_an_option() -> None:
-    program = """
-from kvxfer_nixl import NixlTransport
-NixlTransport("agent", {"log_level": LEVEL}).close()
-"""
-    loud, still = (run(program.replace("LEVEL", repr(level))) for level in ("DEBUG", "ERROR"))
-    assert loud.returncode == still.returncode == 0, loud.stderr + still.stderr
-    assert "Created backend" in loud.stderr and "Created backend" not in still.stderr
-
-
-def test_a_missing_nixl_names_the_pip_line() -> None:
-    program = """
-import sys
-sys.modules["nixl"] = None
-from kvxfer.errors import TransportError
-from kvxfer_nixl import NixlTransport
-probe = NixlTransport.probe()
-assert not probe.usable and "pip install" in probe.reason, probe
-try:
-    NixlTransport("agent", {})
-except TransportError as e:
-    assert "pip install ./backends/nixl" in str(e)
-else:
-    raise AssertionError
-"""
-    done = run(program)
-    assert done.returncode == 0, done.stderr
-
-
-def test_probe_tells_versions_and_plugins() -> None:
-    probe = NixlTransport.probe()
-    assert probe.usable and "UCX" in probe.facts["plugins"] and probe.facts["nixl"].startswith("1.")
-    assert probe.facts["ucx"][0].isdigit()
-
-
-def test_every_error_of_nixl_has_words() -> None:
-    """Its classes have no common base, and say no more than their name."""
-    from kvxfer_nixl.library import load
-
-    library = load()
-    names = [n for n in vars(library.bindings) if n.startswith("nixl") and n.endswith("Error")]
-    assert len(names) >= 12
-    for name in names:
-        kind = getattr(library.bindings, name)
-        assert issubclass(kind, library.errors)
-        assert len(library.explain(kind("NIXL_ERR")).split()) > 3

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvxfer.backend.endpoint import new_token
-from kvxfer.errors import ConfigError, TransportError
+from kvxfer.errors import TransportError
 from kvxfer.geometry import Runs
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import ParticipantLink, Started, Suite, TransferMode, World
+from kvxfer.testing.conformance import Started, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
@@ -24,9 +24,11 @@ from kvxfer_tcp.endpoint import Endpoint
 from kvxfer_tcp.read import ASK_RUNS, MIN_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
+from tests.backends.conftest import world_of
 from tests.descriptors import sockets
 
 NODELAY, KEEPALIVE = (socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+BACKEND = "tcp"
 UNSENT = (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
 
 
@@ -40,11 +42,6 @@ class TestSeveral(ConformanceSuite):
     backend = TcpTransport
     gigabytes = False
     options: ClassVar[dict[str, Any]] = {"connections": 3}
-
-
-class Ours(Suite):
-    backend = TcpTransport
-    __test__ = False
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 100, 1 << 20])
@@ -76,22 +73,6 @@ def test_more_runs_than_one_request_takes(world: World) -> None:
     world.move(link, TransferMode.READ, a, b, Runs.of([1], [5], [1000]))
 
 
-def test_an_abort_leaves_the_link_alone(world: World) -> None:
-    """What is under way for the batch is dropped, another one's bytes arrive, and neither side calls the link lost."""
-    a, b, link = world.pair()
-    for _ in range(20):
-        given_up = link.start(TransferMode.READ, a, b, Runs.of([0], [0], [3_000_000]))
-        other = link.start(TransferMode.READ, a, b, Runs.of([2_000_000], [3_000_001], [140_000]))
-        world.turn()
-        [(_, number)] = given_up.halves
-        b.abort(number)
-        world.succeed(other)
-        world.finish(given_up)
-    world.move(link, TransferMode.READ, a, b, Runs.of([0], [7], [3_000_000]))
-    for participant in (a, b):
-        assert participant.transport.lost(link.peers[participant.name]) is None
-
-
 def test_a_large_batch_leaves_other_links_their_turns(world: World) -> None:
     """While half a gigabyte is under way on one link, dozens of small batches go to and fro on another, one after the other."""
     a, b, nbytes = world.local(), world.local(), 512 << 20
@@ -111,26 +92,10 @@ def test_a_large_batch_leaves_other_links_their_turns(world: World) -> None:
     assert small > 20, f"{small} small batches came through beside a large one"
 
 
-def test_only_what_is_lent_can_be_read(world: World) -> None:
-    a, b = world.local(), world.local()
-    world.allocate(a, b)
-    a.allocate([1000], 3)
-    mine, theirs = a.transport.endpoint_lending([1], False), b.transport.endpoint_lending([], False)
-    link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: b.connect(theirs, mine)})
-    world.move(link, TransferMode.READ, a, b, Runs.of([0], [5], [500]), 1, 0)
-    for reader, source in ((b, a), (a, b)):
-        with pytest.raises(TransportError, match="lends no memory 0"):
-            link.start(TransferMode.READ, source, reader, Runs.of([0], [0], [10]))
-
-
 @pytest.mark.parametrize("connections", [1, 3])
 def test_what_the_kernel_is_told_of_a_connection(connections: int) -> None:
     """Both ends send at once and ask whether the other's host is there; of several that share a batch none hoards bytes."""
-
-    class Suited(Ours):
-        options: ClassVar[dict[str, Any]] = {"connections": connections}
-
-    world = World(Suited())
+    world = world_of("tcp", connections=connections)
     a, b, link = world.pair()
     for source, target in ((a, b), (b, a)):
         world.move(link, TransferMode.READ, source, target, Runs.of([0], [9], [3_000_000]))
@@ -143,22 +108,6 @@ def test_what_the_kernel_is_told_of_a_connection(connections: int) -> None:
     assert len(ends) == 4 * connections, "two ends of each by which either side reads"
     assert all(nodelay and keepalive for nodelay, keepalive, _ in ends)
     assert [unsent for *_, unsent in ends].count(SHARED_UNSENT) == (2 * connections if connections > 1 else 0)
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_memory_that_is_taken_back_fails_who_reads_it(world: World, begun: bool) -> None:
-    a, b = world.local(), world.local()
-    for participant in (a, b):
-        participant.allocate([64 << 20], 1)
-    link = world.link(a, b)
-    world.move(link, TransferMode.READ, a, b, Runs.of([0], [5], [500]))
-    started = link.start(TransferMode.READ, a, b, Runs.of([0], [0], [64 << 20]))
-    b.turn(True)  # asks
-    for _ in range(3 if begun else 0):
-        a.turn(True)
-    a.deregister(0)
-    [result] = world.finish(started)
-    assert result.error is not None and a.name in result.error
 
 
 class Impostor:
@@ -292,23 +241,6 @@ def test_bytes_in_good_order_arrive(world: World, impostor: Impostor) -> None:
     assert impostor.victim.content(0)[500 : 500 + N].tobytes() == b"x" * (N - 1) + b"y"
 
 
-def test_a_short_batch_is_copied_as_it_comes(world: World, impostor: Impostor) -> None:
-    """Its reader wakes for half of what is missing, not for all of it: else most of the copying would begin when all is there."""
-    impostor.greet()
-    total = 900_000
-    batch = Batch(Verb.READ, impostor.peer, 0, np.array([total]), np.array([0]), 0, np.array([0]))
-    started = Started([(impostor.victim, impostor.victim.submit(batch))])
-    world.run(0.05)
-    here = 0
-    for more, there in ((100_000, 100_000), (500_000, 600_000), (total - 600_000, total)):
-        head = Header(Kind.DATA, total).encode() if not here else b""
-        impostor.came.sendall(head + b"x" * more)
-        world.run(0.05)
-        here += more
-        assert impostor.victim.content(0)[:there].tobytes() == b"x" * there
-    world.succeed(started)
-
-
 def question(runs: list[tuple[int, int]], memory: int = 0, chunk: int = MIN_CHUNK, request: int = 0) -> bytes:
     offsets, lengths = zip(*runs, strict=True)
     return Header(Kind.ASK, len(runs), memory, chunk, request).encode() + np.array([offsets, lengths], "<i8").tobytes()
@@ -439,18 +371,6 @@ def test_strangers_are_bounded_in_number_and_time(world: World) -> None:
     world.move(link, TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
 
 
-def test_a_stale_endpoint_fails_at_once(world: World) -> None:
-    """The peer has given up the link before we dial: its answer, not a deadline, ends our batches."""
-    a, b = world.local(), world.local()
-    world.allocate(a, b)
-    mine, theirs = a.endpoint(), b.endpoint()
-    b.disconnect(b.connect(theirs, mine))
-    peer = a.connect(mine, theirs)
-    batch = Batch(Verb.READ, peer, 0, np.array([N]), np.array([0]), 0, np.array([0]))
-    [result] = world.finish(Started([(a, a.submit(batch))]), seconds=8)
-    assert result.error is not None and "closed" in result.error
-
-
 def test_nobody_there_is_told_at_once(world: World) -> None:
     a = world.local()
     world.allocate(a)
@@ -473,39 +393,3 @@ def test_a_name_that_a_peer_tells_is_looked_up_by_nobody(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it is looked up"))
     with pytest.raises(TransportError, match="where peers tell addresses"):
         a.connect(a.endpoint(), Endpoint("nobody", host, 1, new_token(), 1, (0,)).encode())
-
-
-@pytest.mark.parametrize(
-    "options, named",
-    [
-        ({"port": 70_000}, "port"),
-        ({"connections": 0}, "connections"),
-        ({"connections": "many"}, "connections"),
-        ({"conections": 2}, "did you mean 'connections'"),
-        ({"heartbeat_s": 0}, "heartbeat_s"),
-        ({"listen": "0.0.0.0"}, "advertise"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        TcpTransport("agent", options)
-
-
-def test_a_port_in_use_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(TransportError, match=str(port)):
-            TcpTransport("agent", {"port": port})
-
-
-def test_a_name_that_is_advertised_is_looked_up_where_it_is_said(world: World) -> None:
-    a = LocalParticipant(TcpTransport, {"listen": "0.0.0.0", "advertise": "localhost"}, "named", "cpu")
-    world.adopt(a)
-    b = world.local()
-    world.allocate(a, b)
-    assert Endpoint.decode(a.endpoint()).host == "127.0.0.1"
-    world.move(world.link(a, b), TransferMode.READ, a, b, Runs.of([0], [0], [1000]))
-    with pytest.raises(ConfigError, match="cannot resolve"):
-        TcpTransport("lost", {"listen": "0.0.0.0", "advertise": "no-such-host.invalid"})

@@ -13,7 +13,7 @@ import pytest
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry import Region
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Started, Suite, World
+from kvxfer.testing.conformance import Started, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
@@ -37,10 +37,7 @@ class TestEncrypted(ConformanceSuite):
     rounds = 200
 
 
-class Ours(Suite):
-    backend = TcpTransport
-    options: ClassVar[dict[str, Any]] = {"encrypt": True}
-    __test__ = False
+BACKEND, OPTIONS = "tcp", {"encrypt": True}
 
 
 class Tapped:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
 from kvxfer.geometry import Runs
-from kvxfer.testing.conformance import Suite, TransferMode, World
-from kvxfer.transport import Verb, registry
+from tests.backends.conftest import way_of, world_of
 
 RUN, LONG = 64 << 10, 160 << 20
 
 
 @pytest.mark.parametrize("backend", ["cma", "tcp", "zmq"])
 def test_short_batches_end_before_a_long_one_that_began_before_them(backend: str) -> None:
-    class Here(Suite):
-        __test__ = False
-
-    Here.backend = registry.load(backend)
-    world = World(Here())
-    try:
+    with closing(world_of(backend)) as world:
         a, b = world.local(), world.local()
         for participant in (a, b):
             participant.allocate([LONG + 64 * RUN], 1)
         link = world.link(a, b)
-        way = TransferMode.READ if Verb.READ in Here.capabilities().verbs else TransferMode.SEND
+        way = way_of(world)
         world.succeed(link.start(way, a, b, Runs.of([0], [0], [RUN])))
         where = np.random.default_rng(1).permutation(LONG // RUN) * RUN
         long = link.start(way, a, b, Runs.of(where, where, np.full(len(where), RUN)))
@@ -32,5 +28,3 @@ def test_short_batches_end_before_a_long_one_that_began_before_them(backend: str
         world.succeed(*(link.start(way, a, b, Runs.of([at], [at], [RUN])) for at in ends))
         assert not long.begun_to_end(), "short batches had to wait for the long one"
         world.succeed(long)
-    finally:
-        world.close()

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvxfer.backend.endpoint import new_token
-from kvxfer.errors import ConfigError, TransportError
+from kvxfer.errors import TransportError
 from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance.history import Histories
@@ -28,7 +28,6 @@ require("ucx")
 from kvxfer_ucx import UcxTransport  # noqa: E402  (only where it can be used)
 from kvxfer_ucx.endpoint import Endpoint  # noqa: E402
 from kvxfer_ucx.link import Link  # noqa: E402
-from kvxfer_ucx.options import Options  # noqa: E402
 
 TCP = {"ucx": {"TLS": "tcp"}}
 NOTICE_S = 30.0
@@ -125,18 +124,6 @@ def test_lists_around_the_rendezvous_threshold(pair: tuple[Side, Side], total: i
     b.submit(Verb.RECV, 0, there, lengths)
     assert all(c.error is None for c in run(a, b, ends=2))
     assert (b.bytes == expected).all()
-
-
-def test_pieces_that_touch_on_one_side_only(pair: tuple[Side, Side]) -> None:
-    a, b = pair
-    lengths = [1000, 5000, 2, 70_000]
-    a.submit(Verb.SEND, 0, [0, 1000, 6000, 6002], lengths)
-    b.submit(Verb.RECV, 0, [500_000, 100, 7, 200_000], lengths)
-    assert all(c.error is None for c in run(a, b, ends=2))
-    assert (b.bytes[500_000:501_000] == a.bytes[:1000]).all()
-    assert (b.bytes[100:5100] == a.bytes[1000:6000]).all()
-    assert (b.bytes[7:9] == a.bytes[6000:6002]).all()
-    assert (b.bytes[200_000:270_000] == a.bytes[6002:76_002]).all()
 
 
 def test_an_aborted_send_fails_though_the_peer_may_have_it_all(pair: tuple[Side, Side]) -> None:
@@ -246,28 +233,6 @@ def test_halves_of_different_size_both_fail(pair: tuple[Side, Side], sent: int, 
     a.submit(Verb.SEND, 1, [0], [1000])
     b.submit(Verb.RECV, 1, [9], [1000])
     assert all(c.error is None for c in run(a, b, ends=2))
-
-
-def test_a_stream_in_flight_is_not_taken_twice(pair: tuple[Side, Side]) -> None:
-    a, b = pair
-    a.submit(Verb.SEND, 5, [0], [10])
-    with pytest.raises(TransportError, match="must rise"):
-        a.submit(Verb.SEND, 5, [0], [10])
-    a.submit(Verb.RECV, 5, [100], [10])
-    b.submit(Verb.SEND, 5, [0], [10])
-    b.submit(Verb.RECV, 5, [100], [10])
-    assert all(c.error is None for c in run(a, b, ends=4))
-
-
-def test_a_peer_that_is_gone_before_it_connects() -> None:
-    a, gone = Side("first"), Side("gone")
-    mine, theirs = a.transport.endpoint(), gone.transport.endpoint()
-    gone.transport.close()
-    a.peer = a.transport.connect(mine, theirs)
-    a.submit(Verb.SEND, 0, [0], [1000])
-    (end,) = run(a, ends=1)
-    assert "'gone'" in str(end.error) and end.quiet
-    a.transport.close()
 
 
 def test_links_of_two_transports_come_and_go_unevenly(pair: tuple[Side, Side]) -> None:
@@ -419,34 +384,6 @@ assert "ucxx" in sys.modules
 assert dict(os.environ) == before, set(os.environ) ^ set(before)
 """
     assert run_script(script).returncode == 0
-
-
-def test_options_are_checked() -> None:
-    for options, words in [
-        ({"lissten": "10.0.0.1"}, "did you mean 'listen'"),
-        ({"listen": "198.51.100.7"}, "no network device of this host"),  # of nobody: RFC 5737
-        ({"ports": "20000"}, "ports"),
-        ({"ucx": {"RNDV_TRESH": "1k"}}, "did you mean 'RNDV_THRESH'"),
-        ({"ucx": {"RNDV_THRESH": "many"}}, "'many'"),
-    ]:
-        with pytest.raises(ConfigError, match=words):
-            UcxTransport("a", options)
-
-
-def test_a_transport_that_ucx_lacks_cannot_start() -> None:
-    with pytest.raises(TransportError, match="'no_such'"):
-        UcxTransport("a", {"ucx": {"TLS": "no_such"}})
-
-
-def test_who_decides_a_setting_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The options before the environment, the environment before our defaults."""
-    monkeypatch.delenv("UCX_MAX_RNDV_RAILS", raising=False)
-    assert Options().settings()["MAX_RNDV_RAILS"] == "2"
-    monkeypatch.setenv("UCX_MAX_RNDV_RAILS", "1")
-    assert "MAX_RNDV_RAILS" not in Options().settings()
-    told = Options(ports="20000-20099", ucx={"MAX_RNDV_RAILS": 4, "MM_ERROR_HANDLING": False}).settings()
-    assert told["MAX_RNDV_RAILS"] == "4" and told["MM_ERROR_HANDLING"] == "n" and told["RNDV_THRESH"] == "8192"
-    assert told["TCP_PORT_RANGE"] == "20000-20099"
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)

@@ -1,9 +1,7 @@
 """The zmq back end keeps the contract, over TCP and over Unix sockets, and stands up to strangers and bad peers."""
 
-import gc
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,12 +15,13 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from kvxfer.backend.endpoint import new_token
-from kvxfer.errors import ConfigError, TransportError
+from kvxfer.errors import TransportError
 from kvxfer.geometry import Region, Runs
 from kvxfer.testing import ConformanceSuite
-from kvxfer.testing.conformance import Started, Suite, TransferMode, World
+from kvxfer.testing.conformance import Started, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.participant import LocalParticipant
+from kvxfer.testing.usage import resident
 from kvxfer.transport import Batch, Verb
 from kvxfer_zmq import ZmqTransport
 from kvxfer_zmq.endpoint import Endpoint
@@ -51,9 +50,7 @@ class TestEncrypted(ConformanceSuite):
     rounds = 200
 
 
-class Ours(Suite):
-    backend = ZmqTransport
-    __test__ = False
+BACKEND = "zmq"
 
 
 def test_sizes_that_differ_fail_both_halves(world: World) -> None:
@@ -66,35 +63,6 @@ def test_sizes_that_differ_fail_both_halves(world: World) -> None:
         assert result.error is not None and "1000" in result.error and "999" in result.error
     assert_equal(b.content(0), before, "the receiver's memory")
     world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
-
-
-def test_ends_of_connections_leave_no_objects(world: World) -> None:
-    """pyzmq's decoder of events keeps one for each number that comes with them, such as a descriptor's."""
-    a, b, link = world.pair()
-    before = sum(type(o) is zmq.Event for o in gc.get_objects())
-    taken = []
-    for _ in range(8):
-        a.disconnect(link.peers[a.name])
-        world.wait_for(lambda link=link: b.transport.lost(link.peers[b.name]) is not None, "the end of the link")
-        b.disconnect(link.peers[b.name])
-        peer = a.connect(a.endpoint(), stale := b.endpoint())
-        b.withdraw(stale)
-        world.wait_for(lambda peer=peer: a.transport.lost(peer) is not None, "the end of a link that is refused")
-        a.disconnect(peer)
-        taken += [os.dup(0) for _ in range(5)]  # so that others have other numbers
-        link = world.link(a, b)
-        world.run(0.02)
-    for descriptor in taken:
-        os.close(descriptor)
-    assert sum(type(o) is zmq.Event for o in gc.get_objects()) == before
-
-
-def test_one_stream_that_is_stuck_stops_no_other(world: World) -> None:
-    a, b, link = world.pair()
-    _, (_, stuck) = link.halves(TransferMode.SEND, a, b, Runs.of([0], [0], [3_000_000]))
-    started = Started([(b, b.submit(stuck))])
-    world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [3_000_000]))
-    assert not started.over()
 
 
 def test_a_skipped_stream_fails(world: World) -> None:
@@ -266,64 +234,6 @@ def test_strangers_fill_no_memory(world: World) -> None:
             world.run(0.001)
         assert resident() - before < 32 << 20, mechanism
     world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
-
-
-def resident() -> int:
-    """Bytes of this process that are in memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_a_stale_endpoint_fails_at_once(world: World) -> None:
-    """The peer has given up the link before we dial: its answer, not a deadline, ends our batches."""
-    a, b = world.local(), world.local()
-    world.allocate(a, b)
-    mine, theirs = a.endpoint(), b.endpoint()
-    b.disconnect(b.connect(theirs, mine))
-    peer = a.connect(mine, theirs)
-    started = Started([(a, a.submit(Batch(Verb.RECV, peer, 0, np.array([N]), np.array([0]))))])
-    [result] = world.finish(started, seconds=8)
-    assert result.error is not None and "closed" in result.error
-
-
-@pytest.mark.parametrize(
-    "options, named",
-    [
-        ({"protocol": "carrier pigeon"}, "protocol"),
-        ({"port": 70_000}, "port"),
-        ({"io_threads": "many"}, "io_threads"),
-        ({"prot": 1}, "did you mean 'port'|did you mean 'protocol'"),
-        ({"listen": "0.0.0.0"}, "advertise"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        ZmqTransport("agent", options)
-
-
-def test_a_port_in_use_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(TransportError, match=str(port)):
-            ZmqTransport("agent", {"port": port})
-
-
-def test_a_name_that_is_advertised_is_looked_up_where_it_is_said() -> None:
-    transport = ZmqTransport("agent", {"listen": "0.0.0.0", "advertise": "localhost"})
-    try:
-        assert Endpoint.decode(transport.endpoint()).address.startswith("tcp://127.0.0.1:")
-    finally:
-        transport.close()
-
-
-def test_unix_sockets_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    transport = ZmqTransport("agent", {"protocol": "ipc"})
-    assert list(tmp_path.iterdir())
-    transport.close()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("encrypt", [True, False])

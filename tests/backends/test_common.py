@@ -1,0 +1,84 @@
+"""What operators and peers meet with several back ends alike, and the conformance suite does not ask."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from kvxfer.errors import ConfigError, TransportError
+from kvxfer.geometry import Runs
+from kvxfer.testing.conformance import ParticipantLink, Started
+from kvxfer.transport import registry
+from kvxfer_nccl.endpoint import Endpoint as NcclEndpoint
+from tests.backends.conftest import way_of, world_of
+from tests.conftest import require
+
+NCCL, ON_HOST = "tests.backends.fake_nccl:FakeNcclTransport", "tests.backends.cuda_on_host:OnHost"
+ANYWHERE = "0.0.0.0"
+
+
+@pytest.mark.parametrize("backend", ["tcp", "zmq", "nixl", NCCL, ON_HOST])
+def test_a_link_that_the_peer_has_given_up_before_we_connect_fails_at_once(backend: str) -> None:
+    """Its answer, not a deadline, ends our batches."""
+    if backend == "nixl":
+        require(backend)
+    with closing(world_of(backend)) as world:
+        a, b = world.local(), world.local()
+        world.allocate(a, b)
+        mine, theirs = a.endpoint(), b.endpoint()
+        while backend == NCCL and NcclEndpoint.decode(mine).token > NcclEndpoint.decode(theirs).token:
+            mine = a.endpoint()  # until it is a that dials
+        b.disconnect(b.connect(theirs, mine))
+        world.run(0.05)
+        link = ParticipantLink({a.name: a.connect(mine, theirs), b.name: -1})
+        halves = link.halves(way_of(world), b, a, Runs.of([0], [0], [1000]))
+        (half,) = [half for half in halves if half[0] is a]
+        [result] = world.finish(Started([(a, a.submit(half[1]))]), seconds=8)
+        assert result.error is not None and b.name in result.error
+
+
+OPTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("tcp", {"port": 70_000}, "port"),
+    ("tcp", {"connections": "many"}, "connections"),
+    ("tcp", {"conections": 2}, "did you mean 'connections'"),
+    ("tcp", {"heartbeat_s": 0}, "heartbeat_s"),
+    ("tcp", {"listen": ANYWHERE}, "advertise"),
+    ("tcp", {"listen": ANYWHERE, "advertise": "no-such-host.invalid"}, "cannot resolve"),
+    ("zmq", {"protocol": "carrier pigeon"}, "protocol"),
+    ("zmq", {"io_threads": "many"}, "io_threads"),
+    ("zmq", {"listen": ANYWHERE}, "advertise"),
+    ("cma", {"mode": "fast"}, "mode"),
+    ("cma", {"allow_ptrace": "yes"}, "allow_ptrace"),
+    (NCCL, {"channels": 0}, "channels"),
+    (NCCL, {"priority": "low"}, "priority"),
+    (NCCL, {"nccl_num_channels": 8}, "channels"),
+    (NCCL, {"listen": ANYWHERE}, "advertise"),
+    (ON_HOST, {"engine": "steam"}, "engine"),
+    (ON_HOST, {"ctas": 0}, "ctas"),
+]
+
+
+@pytest.mark.keep(len(OPTIONS))
+@pytest.mark.parametrize("backend, options, named", OPTIONS)
+def test_options_that_cannot_be_are_named(backend: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        registry.load(backend)("agent", options)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "zmq"])
+def test_a_port_in_use_is_named(backend: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=str(port)):
+            registry.load(backend)("agent", {"port": port})
+
+
+@pytest.mark.parametrize("backend", ["tcp", "zmq"])
+def test_a_name_that_is_advertised_is_looked_up_where_it_is_said(backend: str) -> None:
+    with closing(world_of(backend, listen=ANYWHERE, advertise="localhost")) as world:
+        a, b, link = world.pair()
+        assert b"127.0.0.1" in a.endpoint() and b"localhost" not in a.endpoint()
+        world.move(link, way_of(world), a, b, Runs.of([0], [0], [1000]))
