@@ -4,46 +4,27 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvxfer.backend import Liveness, LivenessLinks, Wakeup
 from kvxfer.backend.introduction import Introduction
-from kvxfer.backend.liveness import LINK_BYTES
 from kvxfer.backend.passed import MAX_BYTES, passed
 from kvxfer.backend.process import PeerProcess
 from kvxfer.errors import PeerError
+from tests.backend.conftest import Side
 from tests.descriptors import open_files
 
 
-class Side:
-    def __init__(self) -> None:
-        self.wakeup = Wakeup()
-        self.links = LivenessLinks("test", self.wakeup)
-        self.end = os.urandom(LINK_BYTES)
-        self.links.offer(self.end)
-        self.line: Liveness
-
-    def go_on(self) -> None:
-        for _ in range(5):
-            self.links.handle(self.wakeup.clear())
-
-
 @pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
-    both = here, there = Side(), Side()
-    for one, other in ((here, there), (there, here)):
-        one.line = one.links.connect(one.end, other.end, other.links.name, "the peer")
-    yield both
-    for side in both:
-        side.links.close()
-        side.wakeup.close()
-
-
-def test_each_has_the_others_address_once_both_have_said_yes(sides: tuple[Side, Side]) -> None:
+def met(sides: tuple[Side, Side]) -> tuple[Side, Side]:
     here, there = sides
+    here.connect(there), there.connect(here)
+    return sides
+
+
+def test_each_has_the_others_address_once_both_have_said_yes(met: tuple[Side, Side]) -> None:
+    here, there = met
     mine = Introduction(here.line, lambda: b"of this one")
     mine.hear()
     assert mine.willing and not mine.over
@@ -57,10 +38,10 @@ def test_each_has_the_others_address_once_both_have_said_yes(sides: tuple[Side, 
 
 @pytest.mark.parametrize("why", ["it has none", "the peer is another's", "it is too long"])
 def test_if_one_says_no_neither_has_an_address(
-    sides: tuple[Side, Side], why: str, monkeypatch: pytest.MonkeyPatch
+    met: tuple[Side, Side], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = sides
-    for side in sides:
+    here, there = met
+    for side in met:
         side.go_on()
     before = len(open_files())
     theirs = Introduction(there.line, lambda: b"of the other")
@@ -102,8 +83,8 @@ def half_a_pipe() -> int:
     ],
     ids=["no file", "nothing", "no with a file", "two files", "a file on disk", "a pipe", "too much", "twice"],
 )
-def test_what_makes_no_sense_ends_the_link(sides: tuple[Side, Side], said: Any) -> None:
-    here, there = sides
+def test_what_makes_no_sense_ends_the_link(met: tuple[Side, Side], said: Any) -> None:
+    here, there = met
     mine = Introduction(here.line, lambda: b"mine")
     said(there.line)
     here.go_on()
@@ -112,8 +93,8 @@ def test_what_makes_no_sense_ends_the_link(sides: tuple[Side, Side], said: Any) 
     assert mine.address is None
 
 
-def test_a_peer_that_ends_before_it_has_said_anything(sides: tuple[Side, Side]) -> None:
-    here, there = sides
+def test_a_peer_that_ends_before_it_has_said_anything(met: tuple[Side, Side]) -> None:
+    here, there = met
     mine = Introduction(here.line, lambda: b"mine")
     there.links.hang_up(there.line)
     here.go_on()

@@ -3,37 +3,12 @@
 import errno
 import os
 import socket
-from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.backend import Liveness, LivenessLinks, Wakeup
-from kvxfer.backend.liveness import LINK_BYTES, MAX_HEARD
+from kvxfer.backend.liveness import MAX_HEARD
 from kvxfer.errors import TransportError
-
-
-class Side:
-    def __init__(self) -> None:
-        self.wakeup = Wakeup()
-        self.links = LivenessLinks("test", self.wakeup)
-        self.end = os.urandom(LINK_BYTES)
-        self.links.offer(self.end)
-
-    def connect(self, other: "Side") -> Liveness:
-        return self.links.connect(self.end, other.end, other.links.name, "the peer")
-
-    def go_on(self) -> None:
-        for _ in range(5):
-            self.links.handle(self.wakeup.clear())
-
-
-@pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
-    both = Side(), Side()
-    yield both
-    for side in both:
-        side.links.close()
-        side.wakeup.close()
+from tests.backend.conftest import Side
 
 
 def test_messages_come_in_order_with_their_descriptors(sides: tuple[Side, Side]) -> None:
@@ -109,14 +84,14 @@ def test_ends_of_two_control_connections_are_no_link(sides: tuple[Side, Side], e
     """Somebody has carried the endpoints of two processes to each other."""
     here, there = sides
     if early:
-        here.links.connect(here.end, there.end, there.links.name, "the peer", b"one" * 5)
+        here.connect(there, b"one" * 5)
         there.go_on()
         with pytest.raises(TransportError, match="control connection"):
-            there.links.connect(there.end, here.end, here.links.name, "the peer", b"another")
+            there.connect(here, b"another")
         assert there.links.unused(there.end)
         return
-    mine = here.links.connect(here.end, there.end, there.links.name, "the peer", b"one" * 5)
-    theirs = there.links.connect(there.end, here.end, here.links.name, "the peer", b"another")
+    mine = here.connect(there, b"one" * 5)
+    theirs = there.connect(here, b"another")
     mine.tell(b"what is not for that peer")
     for side in (here, there):
         side.go_on()

