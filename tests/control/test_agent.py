@@ -14,7 +14,7 @@ from kvxfer.control.calls import CallValidator
 from kvxfer.identity import TransferId
 from kvxfer.values import BlockTable
 from tests.conftest import require
-from tests.control.conftest import Ended, FailureKind, Released, fetch, meet, offered, until
+from tests.control.conftest import Ended, FailureKind, Released, fetch, offered, until
 
 VERBS = {
     "read": {"verbs": ["read"]},
@@ -114,16 +114,6 @@ def test_several_ranks(engine, options, tp_p, tp_d):
         assert np.array_equal(got, np.concatenate([p.block(b, r) for r in range(tp_p)], axis=1))
 
 
-def test_want_that_nobody_offers_ends_at_its_deadline(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options), transfer_timeout=0.5)
-    meet(d, p)
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    end = d.wait(Ended)[0]
-    # Both sides keep the consumer's deadline; whichever clock is first by a hair says so.
-    assert end.outcome.kind is FailureKind.NEVER_OFFERED
-    d.wait(Released)
-
-
 def test_a_producer_may_begin_later_than_a_transfer_may_take(clock, engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options), start_timeout=600.0, transfer_timeout=60.0)
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
@@ -158,25 +148,6 @@ def test_what_has_come_when_the_producer_gives_up_is_delivered_where_that_is_eno
     for r in range(tp):
         p.wait(Released, rank=r, count=2)
     d.wait(Released, count=2)
-
-
-def test_what_nobody_is_reading_when_it_is_given_up_ends_at_once(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options))
-    p.agents[0].offer(offered([3], 4, transfer=T, final=False))
-    p.agents[0].revoke(T, 1, "its client has left", gone=True, kept=True)
-    assert p.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
-    p.wait(Released)
-    d.agents[0].fetch(replace(fetch(p.source, [5, 6], 8, transfer=T), enough=4))
-    assert d.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
-
-
-def test_a_request_given_up_before_any_of_it_is_computed_ends_for_whoever_waits_for_it(engine, options):
-    p, d = engine(dict(options), seed=1), engine(dict(options))
-    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    until(lambda: p.agents[0]._runtime.producer.holds(T))
-    p.agents[0].revoke(T, 1, "its client has left", gone=True)
-    assert d.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
-    p.wait(Released)
 
 
 def test_cancel_on_either_side(engine, options):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -143,17 +142,6 @@ def test_the_reset_of_one_leaves_links_of_the_other_alone(make: Make) -> None:
     assert deliver(q, d, "yq").delivered, "its transfer is taken up again"
     assert deliver(p, d, "yp").delivered
     assert (Near.linked["engine1"], Far.made["engine0"]) == (before[0], before[1] + 1)
-
-
-def test_one_that_does_not_start_is_passed_over(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    order(monkeypatch, NEAR, MISSING, FAR)
-    Near.lame = {"engine0"}
-    with caplog.at_level(logging.INFO):
-        assert deliver(make(), make(), "x").delivered
-    assert "no way to that GPU" in caplog.text and "libfar.so: no such file" in caplog.text
-    assert Far.linked == {"engine0": 1, "engine1": 1}
 
 
 def test_an_engine_starts_with_the_first_that_can(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
