@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -103,17 +102,6 @@ def test_a_traceback_keeps_its_lines_and_gets_no_others(text: str) -> None:
     assert not [line for line in written.split("\n") if line.startswith(("2026", "ERROR forged"))]
 
 
-def test_a_record_that_cannot_be_formatted_is_left_to_its_handler() -> None:
-    log, seen = logger("kvxfer.test.odd"), list[logging.LogRecord]()
-    log.propagate = False
-    handler = logging.Handler()
-    handler.emit = seen.append  # type: ignore[method-assign]
-    log.addHandler(handler)
-    log.warning("%d", "no number")
-    log.removeHandler(handler)
-    assert seen[0].args == ("no number",)
-
-
 @given(texts)
 def test_what_is_raised_and_how_it_ended_is_one_line(text: str) -> None:
     for error in (KvxferError(text), PeerError(text), TransportError(ValueError(text))):
@@ -123,28 +111,6 @@ def test_what_is_raised_and_how_it_ended_is_one_line(text: str) -> None:
     assert failure.detail.isprintable() and failure.peer.isprintable() and str(failure).isprintable()
     assert str(msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=Failure)).isprintable()
     assert (difference({}, {text: text}, "there") or "").isprintable()
-
-
-def test_an_error_s_own_advice_is_given_in_place_of_its_kind_s() -> None:
-    said = str(Failure.of(TransportError("no link", advice="set `mode: auto` there"), peer="d").about("it refused: "))
-    assert said == "backend_failed (peer d): it refused: no link; set `mode: auto` there"
-    assert str(Failure.of(TransportError("no link"))).endswith(
-        "kvxfer doctor` on both hosts, or choose another back end"
-    )
-
-
-def test_every_logger_is_one_that_escapes() -> None:
-    found = {
-        str(file.relative_to(ROOT)): re.findall(r"getLogger\(.*\)", file.read_text())
-        for top in ("kvxfer", "backends", "benchmarks", "connectors", "testing")
-        for file in (ROOT / top).rglob("*.py")
-        if "getLogger(" in file.read_text()
-    }
-    configured = {
-        "benchmarks/kvxfer_bench/scale.py",
-        "connectors/vllm/kvxfer_vllm/settings.py",
-    }  # they log nothing themselves
-    assert found.keys() == configured | {"kvxfer/logs.py"}, "use kvxfer.logs.logger"
 
 
 def test_names_that_clients_and_peers_choose(engine, lines: Lines) -> None:

@@ -89,21 +89,3 @@ def test_what_is_named_for_a_feature_is_there() -> None:
 def test_each_public_name_is_in_a_guide() -> None:
     of_steps = {"BlockCopy", "ChannelAddress", "BlockPool"}  # what a step or a pool has, which nobody makes or calls
     assert set(engine.__all__) - of_steps <= words(GUIDES)
-
-
-@pytest.mark.parametrize("title", ["groups", "a row for each request"])
-def test_the_example_is_of_a_cache(title: str) -> None:
-    (program,) = re.findall(rf'```python title="{title}"\n(.*?)```', PAGE, re.S)
-    found: dict[str, object] = {}
-    exec(program, found)
-    found["cache"].check()  # type: ignore[attr-defined]
-
-
-def test_the_example_of_what_is_held_finds_it() -> None:
-    (program,) = re.findall(r'```python title="holds"\n(.*?)```', PAGE, re.S)
-    exec(program, {})
-
-
-def test_the_example_of_pools_numbers_blocks_back() -> None:
-    (program,) = re.findall(r'```python title="a pool for each group"\n(.*?)```', PAGE, re.S)
-    exec(program, {})

@@ -40,12 +40,3 @@ def test_a_page_points_to_what_is_there(page: Path) -> None:
         assert there.exists(), target
         if anchor and there.suffix == ".md":
             assert anchor[1:] in anchors(there), f"{target}{anchor}"
-
-
-def test_the_tutorial_shows_what_the_demo_prints() -> None:
-    demo = ROOT / "connectors/vllm/kvxfer_vllm/demo"
-    _, prompts = (demo / "prompts.py").read_text().split("PROMPTS = {")
-    lines = re.findall(r"^[┃│].*$", (ROOT / "docs/tutorial/vllm.md").read_text(), re.M)
-    head, *rows = ([cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines)
-    assert [row[0] for row in rows] == re.findall(r'^    "([^"]+)": ', prompts.partition("}")[0], re.M)
-    assert all(f'"{column}"' in (ROOT / "connectors/vllm/kvxfer_vllm/demo/report.py").read_text() for column in head)

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvxfer.failures import FailureKind
 from kvxfer.protocol.values import Ended
 from kvxfer.testing.engine import AgentEngine, PagedEngine, PagedMemory, until
 from kvxfer.values import BlockTable, Fetch
-
-PAGE = Path(__file__).parents[2] / "docs" / "connect-an-engine.md"
-FAULTY = {"backend": "kvxfer.testing.faults:Faulty", "transfer_timeout": 4.0, "staging_bytes": 1 << 20}
-
-
-def test_the_program_on_the_page_runs() -> None:
-    (program,) = re.findall(r'```python title="two simulated engines"\n(.*?)```', PAGE.read_text(), re.S)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("dims", ["layer block head token unit", "block token layer head unit"])
@@ -64,16 +50,6 @@ def test_one_bit_is_found(spoil: Callable[[PagedMemory, list[int]], None]) -> No
             d.verify()
 
 
-def test_what_a_back_end_spoils_is_found() -> None:
-    spoilt = FAULTY | {"backend_options": {"inner": "kvxfer.testing.fake:FakeTransport", "corrupt": 1.0}}
-    whole = FAULTY | {"backend_options": {"inner": "kvxfer.testing.fake:FakeTransport"}}
-    with PagedEngine(whole) as p, PagedEngine(spoilt) as d:
-        d.load("r", p.offer("r", 8), 8)
-        assert "r" in d.until("r").loaded
-        with pytest.raises(AssertionError, match="bytes are wrong"):
-            d.verify()
-
-
 def test_a_failed_load_leaves_blocks_that_must_not_change_any_more() -> None:
     with PagedEngine() as p, PagedEngine(facts={"model": "another"}) as d:
         d.load("r", p.offer("r", 8), 8)
@@ -94,17 +70,6 @@ def test_blocks_go_back_to_the_pool_once_nobody_may_touch_them() -> None:
             d.finish(name)
             assert name in p.until(name).free
         assert not p.tables and not d.tables
-
-
-def test_the_kv_can_be_what_another_engine_computes() -> None:
-    def content(digest: bytes, tokens: int) -> np.ndarray:
-        return np.broadcast_to(np.arange(tokens, dtype=np.uint8)[:, None, None, None], (tokens, 3, 4, 16))
-
-    with PagedEngine(memory=PagedMemory(content=content)) as p, PagedEngine(memory=PagedMemory(content=content)) as d:
-        d.load("r", p.offer("r", 9), 9)
-        d.until("r")
-        d.verify()
-        assert d.memory.read(d.tables["r"])[0, :, :, 0, 0].ravel()[:9].tolist() == list(range(9))
 
 
 def test_an_engine_on_bare_agents_loads_from_one_with_a_scheduler() -> None:
