@@ -54,13 +54,13 @@ ROOT_FILES = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("
 LAYERS = {
     "core": Layer(
         "tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine",
-        "tests/protocol/test_machines.py tests/memory/test_between.py tests/data/test_slots.py tests/geometry/test_law.py "
+        "tests/protocol/test_machines.py tests/memory/test_between.py tests/geometry/test_law.py "
         "tests/data/test_elastic.py tests/memory/test_checksum.py tests/schedule/test_machine.py tests/data/test_staging.py",
         beside=1.5,
     ),
     "house": Layer(
         f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples",
-        "tests/test_doctor.py tests/test_cli.py tests/test_incidents.py tests/test_played_incidents.py tests/test_packaging.py "
+        "tests/test_doctor.py tests/test_cli.py tests/test_incidents.py tests/test_packaging.py "
         "tests/test_why.py tests/test_keys.py",
         keep=4,
         beside=2,

@@ -23,7 +23,7 @@ _forks.set_forkserver_preload(["kvxfer.testing.engine", "kvxfer.cli.probing", "k
 
 @pytest.fixture(autouse=True)
 def asked_by_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where doctor asks back ends by a new interpreter, which tests/test_played_incidents.py does, it takes a fork here."""
+    """Where doctor asks back ends by a new interpreter, it takes a fork here."""
     monkeypatch.setattr(probing, "multiprocessing", SimpleNamespace(get_context=lambda way: _forks))
 
 

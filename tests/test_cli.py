@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import kvxfer
 from kvxfer.cli.addresses import address_problems, told_address
 from kvxfer.cli.main import build
 from kvxfer.cli.probing import probe_all
 from kvxfer.config import Config
 from kvxfer.security import make_key
 from kvxfer.transport import registry
-from tests.conftest import require
 from tests.stand_in import asked_by_forks  # noqa: F401  a fixture
 
 BACKEND = """
@@ -131,11 +129,6 @@ def run(*arguments: str):
     return CliRunner().invoke(build(), arguments)
 
 
-def test_version() -> None:
-    result = run("--version")
-    assert (result.exit_code, result.stdout.strip()) == (0, kvxfer.__version__)
-
-
 @pytest.mark.usefixtures("installed")
 def test_another_distribution_brings_commands() -> None:
     assert "Greets." in run("--help").stdout
@@ -185,14 +178,6 @@ def test_a_probe_that_hangs_is_given_up(tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "third_party_backend.py.pid").read_text()).exists(), "its process is left"
 
 
-@pytest.mark.usefixtures("installed")
-def test_doctor_shows_the_same_to_people() -> None:
-    result = run("doctor")
-    assert result.exit_code == 0
-    for word in ("good", "works", "1.2 [x]", "idle", "no such card", "broken", kvxfer.__version__, "numpy"):
-        assert word in result.stdout
-
-
 def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_path: Path) -> None:
     make_key(tmp_path / "key")
     settings = {
@@ -214,18 +199,6 @@ def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_p
     for open_one in {"back end nixl", "back end ucx"} & set(rows):
         assert "firewall" in rows[open_one]["who"]
     assert "nixl" not in report["auto"]["cpu"], "with a key it has to be named"
-
-
-@pytest.mark.parametrize("backend", ["nixl", "ucx"])
-def test_doctor_on_loopback(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    require(backend)
-    only = {name: target for name, target in registry.available().items() if name in ("tcp", backend)}
-    monkeypatch.setattr(registry, "available", lambda: only)
-    ports = json.loads(run("doctor", "--json", "--config", '{"key_file": null}').stdout)["ports"]
-    found = [row["port"] for row in ports if row["opened_by"] == f"back end {backend}"]
-    assert found and all(port == "none" or port.startswith("unix:") for port in found)
-    shown = run("doctor").stdout
-    assert "who may speak to it" in shown
 
 
 @pytest.mark.parametrize(
@@ -297,21 +270,6 @@ def test_doctor_looks_at_what_is_named_and_not_installed(backend: str, problem: 
     assert result.exit_code == 1 and problem in found
 
 
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(
-    "options, problem",
-    [
-        ({"tpc": {}}, "it cannot hold 'tpc'"),
-        ({"tcp": 5}, "it cannot hold 'tcp'"),
-        ({"tcp": {"conections": 2}}, "unknown option 'conections' of back end 'tcp': did you mean 'connections'?"),
-    ],
-)
-def test_doctor_fails_where_options_for_auto_are_wrong(options: dict[str, Any], problem: str) -> None:
-    result = run("doctor", "--json", "--config", json.dumps({"backend": "auto", "backend_options": options}))
-    [found] = json.loads(result.stdout)["problems"]
-    assert result.exit_code == 1 and problem in found
-
-
 @pytest.mark.usefixtures("installed")
 def test_what_raises_when_it_is_imported_costs_nothing_else() -> None:
     result = run("doctor", "--json", "--config", '{"backend": "tcp"}')
@@ -322,31 +280,12 @@ def test_what_raises_when_it_is_imported_costs_nothing_else() -> None:
     assert told.exit_code == 1 and "RuntimeError: built for another driver" in told.stderr
 
 
-def test_a_stand_in_reports_nothing() -> None:
-    for more in (["--json"], ["--peer", "127.0.0.1:1"]):
-        result = run("doctor", "--stand-in", "cpu", *more)
-        assert result.exit_code == 2 and "leave out --peer and --json" in " ".join(result.stderr.split())
-
-
 @pytest.mark.usefixtures("few")
 def test_doctor_tells_where_auto_has_a_back_end_that_is_not_installed() -> None:
     named = {"kvxfer.testing.faults:Faulty": {"inner": "tcp"}, "no_such_module:Class": {}}
     found = run("doctor", "--json", "--config", json.dumps({"backend": "auto", "backend_options": named}))
     backends = json.loads(found.stdout)["backends"]
     assert backends["kvxfer.testing.faults:Faulty"]["usable"] and not backends["no_such_module:Class"]["usable"]
-
-
-def test_doctor_lists_what_ships_with_kvxfer_and_where_it_runs() -> None:
-    report = json.loads(run("doctor", "--json").stdout)
-    assert report["backends"]["zmq"]["usable"]
-    assert report["versions"]["numpy"] and report["host"]["cpus"] > 0
-    assert set(report["versions"]) >= {"torch", "vllm", "nixl", "ucxx", "nccl"}
-
-
-def test_benchmarks_are_commands_whoever_brings_them() -> None:
-    listed = run("bench", "--help").stdout
-    for name in ("chaos", "control", "engines", "plan", "soak", "transfer"):
-        assert f" {name} " in listed
 
 
 def test_a_command_that_is_not_installed_says_what_to_install() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,11 +16,9 @@ from typer.testing import CliRunner
 
 from kvxfer.backend import ucx
 from kvxfer.backend.ports import listening
-from kvxfer.cli import stand_in
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.main import build
-from kvxfer.cli.stand_in import StandIn
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
@@ -36,7 +32,6 @@ from kvxfer.transport import registry
 from tests.conftest import require
 from tests.control.node import nodes
 from tests.control.test_processes import deliver
-from tests.networks import on_slow_link
 from tests.stand_in import asked_by_forks, standing_in  # noqa: F401  a fixture
 
 
@@ -72,14 +67,6 @@ def test_a_visit_tells_which_back_end_and_which_transport(node: Any, backend: st
     assert {row["backend"]: row["against"] for row in found["candidates"]}[backend] == ""
     assert p.holds() == (0, 0), "the visitor has taken its want back"
     deliver(p, d, "after")
-
-
-def test_it_says_why_a_better_one_is_not_used(node: Any) -> None:
-    require("cma")
-    p = node("zmq", seed=1)
-    found = call(p.source, backend="auto")
-    against = {row["backend"]: row["against"] for row in found["candidates"]}
-    assert "failure" not in found and against["zmq"] == "" and "pip install ./backends/cma" in against["cma"]
 
 
 def test_a_back_end_that_the_peer_has_not(node: Any) -> None:
@@ -129,18 +116,6 @@ def test_a_stand_in_is_measured_in_both_directions(backend: str, tmp_path: Path)
             assert 0.001 < found["measured"][way]["ms"] < 1000, found
 
 
-def test_a_transfer_that_is_held_up_once_is_not_the_pace_of_the_link() -> None:
-    """As the first one of its size is, which touches new memory."""
-    seen: set[int] = set()
-
-    def move(blocks: int) -> float:
-        first = blocks not in seen
-        seen.add(blocks)
-        return 2.0 if first else 0.001
-
-    assert stand_in._figures(move)["bytes"] == [64 << 20, 64 << 10]
-
-
 def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
     settings = {"backend": "tcp", "peer_timeout": 1.0}
     with standing_in(**settings) as there:
@@ -157,40 +132,6 @@ def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
         told = shown.getvalue()
     assert (
         "from the peer: " in told and "Mbit/s) for 64 MiB" in told and "to the peer: the peer could not fetch" in told
-    )
-
-
-def test_a_stand_in_is_begun_by_the_command_and_ended_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(engine: StandIn, seconds: float) -> None:
-        assert listening() - before, "it is there before it is told of"
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(StandIn, "serve", interrupted)
-    before = listening()
-    result = CliRunner().invoke(build(), ["doctor", "--stand-in", "cpu", "--config", '{"backend": "tcp"}'])
-    assert result.exit_code == 0 and "--peer 127.0.0.1:" in result.stdout
-    assert not listening() - before
-
-
-def test_strangers_reach_no_stand_in() -> None:
-    words = ["doctor", "--stand-in", "cpu", "--config", '{"listen": "0.0.0.0", "advertise": "127.0.0.1"}']
-    result = CliRunner().invoke(build(), words)
-    assert result.exit_code == 1 and "key_file" in result.stderr
-
-
-def test_wrong_use() -> None:
-    for wrong in (["--peer", "nowhere"], ["--peer", "host:99999"], ["--config", "["], ["--what"]):
-        assert CliRunner().invoke(build(), ["doctor", *wrong]).exit_code == 2
-
-
-def test_people_are_told_the_same(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    only("zmq", monkeypatch)
-    p = node("zmq", seed=1)
-    words = ["doctor", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"backend": "zmq"}']
-    shown = CliRunner().invoke(build(), words)
-    words = " ".join(shown.stdout.split())
-    assert (
-        shown.exit_code == 0 and "zmq, up, ping" in words and "GB/s: not measured" in words and "ptrace_scope" in words
     )
 
 
@@ -221,24 +162,6 @@ def test_every_port_that_an_engine_opens_is_listed(backend: str, monkeypatch: py
     channel.close()
     assert sorted(map(_kind, opened)) == sorted(_kind(row["port"]) for row in rows)
     assert all("secret" in row["who"] for row in rows if row["port"].startswith("unix:"))
-
-
-def test_ports_that_are_opened_later_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "available", dict)
-    shown = CliRunner().invoke(build(), ["doctor", "--json", "--config", '{"backend": "tests.test_doctor:Later"}'])
-    row = next(row for row in json.loads(shown.stdout)["ports"] if row["opened_by"].endswith("later"))
-    assert row["port"] == Later.opens_later and "firewall" in row["who"]
-
-
-def test_what_libraries_say_of_their_transports() -> None:
-    require("ucx")
-    log = "x.c:1 UCX  INFO    ctx inter-node cfg#2 tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)\n" * 2
-    assert registry.load("ucx").carried_by(log) == "inter-node: tag(rc_mlx5/mlx5_0:1)  rma(rc_mlx5/mlx5_0:1)"
-    assert (
-        registry.load("nccl").carried_by("n1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n")
-        == "P2P/CUMEM"
-    )
-    assert registry.load("zmq").carried_by("") is None
 
 
 def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,19 +218,6 @@ def test_what_keeps_ucx_from_rdma_is_told(
     assert not ucx.fallbacks("127.0.0.1", settings, tmp_path), "nothing leaves this host"
 
 
-def test_a_setting_in_the_environment_and_a_missing_library_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for path in ("sys/class/infiniband/mlx5_0", "dev/infiniband/uverbs0"):
-        (tmp_path / path).mkdir(parents=True)
-    monkeypatch.setattr(ucx, "_loads", lambda library: False)
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    assert [text.partition(" ")[0] for text in ucx.fallbacks("10.0.0.7", {}, tmp_path)] == [
-        "UCX_TLS",
-        "libibverbs.so.1",
-    ]
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -331,15 +241,6 @@ def test_it_says_whether_the_network_is_trusted(
 
 
 @pytest.mark.parametrize(
-    "extra", ["{}", "[1]", '{"connectors": [3]}', '{"connectors": [{"kv_connector": "LMCacheConnectorV1"}]}']
-)
-def test_the_option_of_another_connector_is_refused(extra: str) -> None:
-    config = '{"kv_connector": "NixlConnector", "kv_connector_extra_config": ' + extra + "}"
-    told = CliRunner().invoke(build(), ["doctor", "--config", config])
-    assert told.exit_code != 0 and "kvxfer's is 'KVXferConnector'" in str(told.exception) + told.output
-
-
-@pytest.mark.parametrize(
     ("name", "config", "encrypted", "advice"),
     [
         ("tcp", {"backend": "tcp"}, False, 'set "backend_options": {"encrypt": true} on all engines'),
@@ -354,30 +255,6 @@ def test_whether_the_bulk_is_encrypted(name: str, config: dict[str, Any], encryp
     said = encryption(Config.from_mapping(config), [registry.load(name)], known)[name]
     assert said["encrypted"] is encrypted and advice in said["advice"]
     assert encrypted or "key_file" not in said["advice"]
-
-
-def test_people_and_programs_are_told_whether_the_bulk_is_encrypted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only("tcp", monkeypatch)
-    make_key(tmp_path / "key")
-    config = {"backend": "tcp", "backend_options": {"encrypt": True}, "key_file": str(tmp_path / "key")}
-    told = CliRunner().invoke(build(), ["doctor", "--config", json.dumps(config)]).stdout
-    assert "KV that tcp moves is encrypted\n" in told
-    told = CliRunner().invoke(build(), ["doctor", "--json", "--config", '{"backend": "auto"}']).stdout
-    assert json.loads(told)["encryption"]["tcp"]["encrypted"] is False
-
-
-@pytest.mark.parametrize("peers", [None, ["10.0.0.0/8"]])
-def test_back_ends_that_dial_beyond_the_list_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: list[str] | None
-) -> None:
-    installed = registry.available()
-    monkeypatch.setattr(registry, "available", lambda: {name: installed[name] for name in ("tcp", "nixl")})
-    for backend, named in (("tcp", False), ("nixl", peers is not None)):
-        config = json.dumps({"backend": backend, **({"peers": peers} if peers else {})})
-        told = CliRunner().invoke(build(), ["doctor", "--config", config], env={"COLUMNS": "400"}).stdout
-        assert (f"back end {backend} may dial hosts that are not in 'peers'" in told) is named
 
 
 def test_it_says_what_becomes_of_elastic_caches(node: Any) -> None:
@@ -433,35 +310,6 @@ def test_a_visit_tells_what_became_of_prefixes() -> None:
         assert call(p.scheduler.source, backend="tcp")["prefixes"]["asked_now_s"] is None, "it makes no steps"
 
 
-SLOW = """
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
-from kvxfer.cli.visit import visit
-from kvxfer.config import Config
-from tests.stand_in import standing_in
-
-if __name__ == "__main__":
-    with standing_in(backend="tcp") as there:
-        print(json.dumps(visit(there, Config(backend="tcp"))))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mbit", [2, 20])
-def test_a_slow_link_is_measured_in_bounded_time(mbit: int, tmp_path: Path) -> None:
-    require("networks")
-    begun = time.monotonic()
-    done = on_slow_link(SLOW, mbit, tmp_path)
-    found = json.loads(done)
-    assert "failure" not in found and time.monotonic() - begun < 100.0
-    for way in ("from_peer", "to_peer"):
-        assert mbit / 3 < found["measured"][way]["GB_per_s"] * 8e3 < 1.5 * mbit, found["measured"]
-
-
 def test_an_engine_that_runs_here_is_no_problem_and_keeps_its_port(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = registry.available()
     monkeypatch.setattr(registry, "available", lambda: {"zmq": installed["zmq"]})  # the others cost time
@@ -472,23 +320,6 @@ def test_an_engine_that_runs_here_is_no_problem_and_keeps_its_port(node: Any, mo
     report = json.loads(result.stdout)
     assert (result.exit_code, report["problems"]) == (0, []) and report["running"] is not None
     deliver(p, d, "after")
-
-
-def test_a_port_that_something_else_uses_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "available", dict)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings = json.dumps({"backend": "kvxfer.testing.fake:FakeTransport", "port": taken.getsockname()[1]})
-        result = CliRunner().invoke(build(), ["doctor", "--json", "--config", settings])
-    assert result.exit_code == 1 and "no other process uses" in "".join(json.loads(result.stdout)["problems"])
-
-
-def test_what_goes_to_a_pipe_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that `grep problem` shows the advice as well."""
-    monkeypatch.setattr(registry, "available", dict)
-    monkeypatch.delenv("COLUMNS", raising=False)
-    words = ["doctor", "--config", '{"backend": "tests.test_doctor:Later", "advertise": "no-such-host.invalid"}']
-    [problem] = [line for line in CliRunner().invoke(build(), words).stdout.splitlines() if "problem:" in line]
-    assert "no-such-host.invalid" in problem and problem.endswith("or to 'auto'")
 
 
 def test_two_engines_are_compared_by_what_they_say(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,6 @@ class TestTransferId:
         named = TransferId.derived(one, prompt), TransferId.routed(other, prompt), TransferId.mint(epoch, other, prompt)
         assert len(set(named)) == 3
 
-    @given(externals, externals, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-    def test_minted_ids_are_their_epochs_own(self, one: str, other: str, p: int, q: int) -> None:
-        minted = TransferId.mint(p, one), TransferId.mint(q, other)
-        assert (minted[0] == minted[1]) == ((p, one) == (q, other))
-
     def test_it_is_a_value(self) -> None:
         transfer = TransferId.derived("x", 2)
         assert pickle.loads(pickle.dumps(transfer)) == transfer
@@ -79,34 +74,9 @@ class TestAddress:
 
     @pytest.mark.parametrize(
         "text",
-        [
-            "",
-            ":",
-            "h",
-            "h:",
-            "h:+5",
-            "h: 5",
-            "127.1:5",
-            "0x7f000001:5",
-            "2130706433:5",
-            "010.0.0.1:5",
-            "1.2.3.4.5:5",
-            "[10.0.0.1]:5",
-            "[h]:5",
-            "[::1:5",
-            "::1]:5",
-            "fe80::1%eth0:5",
-            "[fe80::1%0]:5",
-            "a..b:5",
-            "-a:5",
-            "a-:5",
-            "h.:5",
-            "é:5",
-            "h/x:5",
-            "u@h:5",
-            "tcp://h:5",
-            f"{'a' * 254}:5",
-        ],
+        ["", "h: 5", f"{'a' * 254}:5"]
+        + ": h h: h:+5 127.1:5 0x7f000001:5 2130706433:5 010.0.0.1:5 1.2.3.4.5:5 [10.0.0.1]:5 [h]:5 [::1:5 ::1]:5".split()
+        + "fe80::1%eth0:5 [fe80::1%0]:5 a..b:5 -a:5 a-:5 h.:5 é:5 h/x:5 u@h:5 tcp://h:5".split(),
     )
     def test_anything_else_is_refused(self, text: str) -> None:
         with pytest.raises(IdentityError):
@@ -178,10 +148,6 @@ class TestDigest:
             assert digest(tokens=np.array(tokens, dtype=dtype), model="m") == expected
         assert digest(tokens=np.repeat(np.array(tokens, dtype="<i4"), 2)[::2], model="m") == expected
 
-    @given(st.lists(st.sampled_from([-(2**63), -1, 0, 7, 2**31, 2**32 - 1, 2**32, 2**63 - 1]), max_size=9))
-    def test_so_they_do_at_the_ends_of_what_machines_count_in(self, tokens: list[int]) -> None:
-        assert digest(tokens=tokens, model="m") == digest(tokens=np.array(tokens, "<i8"), model="m")
-
     @pytest.mark.parametrize(
         "tokens",
         [
@@ -231,14 +197,6 @@ class TestKey:
     @example((), ((),))
     @example((0,), (None,))
     def test_different_parts_never_share_a_key(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-        assert (key(*one) == key(*other)) == (one == other)
-
-    @given(externals, externals, prompts, prompts, st.text(), st.text(), st.integers(0, 9), st.integers(0, 9))
-    def test_transfers_layers_and_ranks_do_not_collide(
-        self, base: str, base2: str, p: int, p2: int, layer: str, layer2: str, rank: int, rank2: int
-    ) -> None:
-        one = TransferId.derived(base, p), layer, rank
-        other = TransferId.derived(base2, p2), layer2, rank2
         assert (key(*one) == key(*other)) == (one == other)
 
     @pytest.mark.parametrize("part", [1.5, [1], {"a": 1}, 2**64, -(2**63) - 1, "\ud800", object()])

@@ -17,7 +17,6 @@ import kvxfer
 from kvxfer import Agent, Cache, Config, Directory
 from kvxfer.control.worker import Worker
 from kvxfer.testing.engine import until
-from kvxfer.threads import NamedThread
 
 HEAVY = {"torch", "vllm", "asyncio", "email", "concurrent", "numba", "triton", "zmq", "numpy.typing"}
 
@@ -56,12 +55,6 @@ def _wakeups() -> dict[tuple[int, str], int]:
     return found
 
 
-def test_importing_the_package_loads_no_part_of_it() -> None:
-    program = "import sys, kvxfer; print(*(name for name in sys.modules if name.startswith(('kvxfer.', 'numpy'))))"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
-    assert not loaded.stdout.split()
-
-
 def test_each_public_name_is_where_type_checkers_are_told() -> None:
     with open(kvxfer.__file__) as file:
         told = next(node for node in ast.parse(file.read()).body if isinstance(node, ast.If))
@@ -73,12 +66,6 @@ def test_each_public_name_is_where_type_checkers_are_told() -> None:
     assert set(kvxfer.__all__) <= set(dir(kvxfer))
     with pytest.raises(AttributeError, match="no attribute 'Agents'"):
         kvxfer.Agents  # noqa: B018
-
-
-def test_no_name_of_a_thread_is_longer_than_the_kernel_keeps() -> None:
-    NamedThread(print, "kvxfer-renewals")
-    with pytest.raises(ValueError, match="15 characters .* 'kvxfer-directory'"):
-        NamedThread(print, "kvxfer-directory")
 
 
 def test_threads_that_only_newcomers_need_end_when_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
-from typer.testing import CliRunner
 
-from kvxfer.cli.main import app
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
-from kvxfer.identity import Source
 from kvxfer.settings import bare, everywhere, loopback
 from kvxfer.testing.engine import AgentEngine
 from tests.test_security import engine as engine
@@ -52,16 +48,3 @@ def test_engines_find_each_other(engine: Callable[..., AgentEngine], backend: st
     assert outcome(p, d).outcome.delivered
     p, d = (engine(backend=backend, backend_options={}, peers=["::1", "127.0.0.1"], **settings) for _ in range(2))
     assert outcome(p, d).outcome.delivered
-
-
-def test_an_address_is_shown_with_brackets() -> None:
-    assert str(Source("::1", 14579, 1)) == "[::1]:14579" and str(Source("10.0.0.1", 1, 1)) == "10.0.0.1:1"
-
-
-@pytest.mark.parametrize("settings", [{"listen": "[::1]"}, {"listen": "[::]", "advertise": "::1"}], ids=str)
-def test_every_back_end_can_be_opened_there(settings: dict[str, str]) -> None:
-    told = CliRunner().invoke(app, ["doctor", "--json", "--config", json.dumps({"backend": "auto", **settings})])
-    rows = json.loads(told.stdout)["ports"]
-    assert {row["opened_by"] for row in rows} >= {"back end tcp", "back end zmq", "back end cma"}
-    assert not [row for row in rows if row["port"] == "?"]
-    assert any(row["port"] == f"[{bare(settings['listen'])}]:0" for row in rows)

@@ -105,22 +105,6 @@ def test_files_with_keys_in_common_let_each_other_in_whatever_their_order(
                 assert came[0].key_id == key(files, here[0]) and connection.key_id == key(files, there[0])
 
 
-def test_keys_that_earlier_versions_made_all_have_one_subject_and_work_together(
-    files: Files, tmp_path: Path, talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cryptography import x509
-
-    monkeypatch.setattr(x509, "NameAttribute", lambda oid, value, real=x509.NameAttribute: real(oid, "kvxfer"))
-    for name in "xyz":
-        make_key(tmp_path / name)
-    texts = {name: (tmp_path / name).read_text() for name in "xyz"}
-    connection, came = talk(
-        security(joined(tmp_path / "ours", texts["x"], texts["y"], texts["z"])),
-        security(joined(tmp_path / "theirs", texts["z"], texts["y"], texts["x"])),
-    )
-    assert came, connection.lost
-
-
 def test_an_engine_with_a_key_of_its_own_is_let_in_by_its_certificate(files: Files, tmp_path: Path, talk: Talk) -> None:
     a = joined(tmp_path / "one", files["a"].read_text(), public(files, "b"))
     b = joined(tmp_path / "two", public(files, "a"), files["b"].read_text())
@@ -333,31 +317,6 @@ def test_a_key_that_is_taken_out_ends_what_its_holder_has_open(files: Files, tmp
             sockets.close()
 
 
-def test_keys_are_read_while_the_sockets_go_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading six hundred takes a tenth of a second and more, which is spent on another thread."""
-    path, more = joined(tmp_path / "key", files["a"].read_text()), public(files, "b")
-    hub, other = ControlSockets(security(path)), ControlSockets(security(files["a"]))
-    try:
-        port = hub.listen("127.0.0.1", 0)
-        meet(other, hub, port)
-        readers, read = list[threading.Thread](), KeyFile.parse
-
-        def parse(text: str) -> KeyFile:
-            readers.append(threading.current_thread())
-            return read(text)
-
-        monkeypatch.setattr(KeyFile, "parse", parse)
-        with path.open("a") as file:
-            file.write(more)
-        until(lambda: hub.poll(0.01) or readers)
-        connection, came = meet(other, hub, port)
-        assert came, connection.lost
-        assert threading.current_thread() not in readers
-    finally:
-        hub.close()
-        other.close()
-
-
 # --- the program ---------------------------------------------------------------------------------------------------
 
 
@@ -419,14 +378,6 @@ def test_the_program_replaces_a_key_in_three_steps(files: Files, tmp_path: Path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640 and sorted(os.listdir(tmp_path)) == ["a", "b", "c", "key"]
 
 
-def test_the_program_hands_out_what_others_need_to_accept_a_key(files: Files, tmp_path: Path) -> None:
-    told = run(files["a"], "public")
-    assert told == public(files, "a") and "PRIVATE" not in told
-    shared = joined(tmp_path / "a.pub", told)
-    run(files["b"], "accept", shared)
-    assert [k.secret is None for k in read_keys(files["b"]).keys] == [False, True]
-
-
 def test_the_program_says_what_it_cannot_do(files: Files, tmp_path: Path) -> None:
     before = files["a"].read_text()
     with pytest.raises(ConfigError, match="only private key"):
@@ -445,9 +396,3 @@ def test_the_program_says_what_it_cannot_do(files: Files, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="cannot read the key"):
         run(tmp_path / "nowhere", "show")
     assert files["a"].read_text() == before + public(files, "b")
-
-
-def test_a_key_file_behind_a_link_is_edited_where_it_lies(files: Files, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(files["a"])
-    run(tmp_path / "link", "accept", files["b"])
-    assert (tmp_path / "link").is_symlink() and len(read_keys(files["a"]).keys) == 2

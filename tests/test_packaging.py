@@ -7,8 +7,6 @@ import sys
 import tarfile
 import tomllib
 import venv
-import zipfile
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -90,10 +88,6 @@ def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
     assert not loads([name for name in core_modules() if not name.startswith(on_demand)])
 
 
-def test_commands_are_listed_without_an_engine() -> None:
-    assert not loads([point.module for point in entry_points(group="kvxfer.commands")])
-
-
 def test_the_program_loads_no_engine_before_it_is_asked_to() -> None:
     """It has a command of each connector's, and ``--help`` must not take the seconds that an engine's import takes."""
     assert not loads(["kvxfer.cli.main"])
@@ -105,16 +99,6 @@ def test_the_core_imports_no_engine_back_end_or_connector_even_lazily(name: str)
     allowed = {"torch"} if name.startswith(("kvxfer.memory", "kvxfer.testing", "kvxfer.cli.host")) else set()
     assert packages & HEAVY <= allowed
     assert not any(package.startswith("kvxfer_") for package in packages)
-
-
-def test_what_goes_under_an_engine_knows_nothing_of_the_benchmarks() -> None:
-    """They come with `kvxfer-bench`, which nothing that ships with an engine imports, even lazily."""
-    shipped = [path for folder in ("kvxfer", "backends", "connectors") for path in (ROOT / folder).rglob("*.py")]
-    for path in shipped:
-        assert not [name for name in imports(path) if name.partition(".")[0] == "kvxfer_bench"], path
-    for path in SIBLINGS:
-        groups = tomllib.loads(path.read_text())["project"].get("entry-points", {})
-        assert path.parent.name == "benchmarks" or "kvxfer.benchmarks" not in groups, path
 
 
 @pytest.mark.parametrize("name", sorted(core_modules()))
@@ -175,24 +159,6 @@ def metadata(folder: Path) -> dict:
 def hatchling(*arguments: str, folder: Path) -> str:
     command = [sys.executable, "-m", "hatchling", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=300).stdout
-
-
-def test_the_core_asks_for_two_libraries_and_for_nothing_of_ours() -> None:
-    needed = {line.partition(">")[0] for line in metadata(ROOT)["dependencies"]}
-    assert needed == {"msgspec", "numpy"}
-
-
-@pytest.mark.parametrize("path", SIBLINGS, ids=lambda path: path.parent.name)
-def test_every_distribution_says_what_it_is_and_under_which_licence_and_has_types(path: Path, tmp_path: Path) -> None:
-    hatchling("build", "-t", "wheel", "-d", str(tmp_path), folder=path.parent)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        held = archive.namelist()
-        about = archive.read(next(name for name in held if name.endswith(".dist-info/METADATA"))).decode()
-    name = tomllib.loads(path.read_text())["project"]["name"]
-    assert f"# {name}" in about
-    assert any(name.endswith("licenses/LICENSE") for name in held)
-    assert any(name.endswith("/py.typed") for name in held)
 
 
 @pytest.mark.slow

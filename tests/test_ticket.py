@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer import ArgumentError, BlockTable, Source, Ticket, TransferId
+from kvxfer import ArgumentError, Source, Ticket, TransferId
 
 ids = st.builds(TransferId, st.text(st.characters(exclude_categories=["Cs"]), max_size=200), st.integers(0, 1 << 40))
 sources = st.builds(
@@ -60,20 +60,3 @@ def test_one_that_was_cut_or_altered_is_refused(ticket: Ticket, data: st.DataObj
 def test_what_is_no_ticket_is_refused(wrong: object) -> None:
     with pytest.raises(ArgumentError, match="ticket"):
         Ticket.read(wrong)  # type: ignore[arg-type]
-
-
-def test_names_that_differ_stay_apart() -> None:
-    """Whatever they end in: no engine's habits are taken off them."""
-    one, other = (TransferId.mint(7, name) for name in ("req-1a2b3c4d", "req-9f8e7d6c"))
-    assert one != other
-
-
-def test_a_fetch_is_of_the_ticket() -> None:
-    ticket = Ticket(TransferId.mint(7, "r"), b"d", Source("h", 1, 7))
-    fetch = ticket.fetch("handle", BlockTable.of([[1]]), 0, 4)
-    assert (fetch.transfer, fetch.digest, fetch.source, fetch.own) == (
-        ticket.transfer,
-        ticket.digest,
-        ticket.source,
-        None,
-    )

@@ -17,12 +17,10 @@ from typer.testing import CliRunner
 
 from kvxfer import TransferId, clock
 from kvxfer.cli.main import build
-from kvxfer.cli.verdict import judge
 from kvxfer.control import lookup
-from kvxfer.engine import stories
 from kvxfer.engine.scheduler import SchedulerSide
 from kvxfer.identity import Source
-from kvxfer.protocol.messages import Explain, Story, decode, encode
+from kvxfer.protocol.messages import Explain, encode
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.security import make_key
 from kvxfer.testing.engine import PagedEngine, until
@@ -135,12 +133,6 @@ def computed_too_late(make: Any) -> Any:
     return pair
 
 
-def test_a_producer_that_computes_it_after_the_consumer_gave_up_had_it_in_its_queue(make: Any) -> None:
-    pair = computed_too_late(make)
-    verdict = pair.story("r")[1]["requests"][0]["verdict"]
-    assert "still had it in its queue" in verdict["says"] and "start_timeout" in verdict["do"]
-
-
 @pytest.mark.parametrize("computed", [False, True])
 def test_a_request_that_the_prefill_engine_aborted_is_not_of_another_engine(make: Any, computed: bool) -> None:
     pair = make()
@@ -175,15 +167,6 @@ def test_what_was_offered_and_never_asked_for(make: Any) -> None:
     assert code == 1 and "knows nothing of it" in text and "the router sends the request on" in text
 
 
-def test_what_takes_no_part(make: Any) -> None:
-    pair = make()
-    pair.d.scheduler.takes_no_part(
-        "bare", "the request is computed here: kvxfer_transfer is missing: the router must forward params"
-    )
-    code, text = pair.why("bare")
-    assert code == 1 and "kvxfer_transfer is missing" in text and "conformance --router" in text
-
-
 def test_what_is_still_under_way(make: Any) -> None:
     pair = make()
     ticket = pair.p.ask("slow", TOKENS)
@@ -196,16 +179,6 @@ def test_what_is_still_under_way(make: Any) -> None:
         "it is not over after" in found["verdict"]["says"]
         and "has not computed all of it yet" in found["verdict"]["says"]
     )
-
-
-def test_a_request_that_is_over_before_its_load(make: Any) -> None:
-    pair = make()
-    ticket = pair.p.ask("slow", TOKENS)
-    pair.d.step()
-    assert pair.d.scheduler.load("r", ticket.transfer, ticket.digest, ticket.source, TOKENS, begun=False)
-    pair.d.finish("r", complete=False)
-    code, told = pair.story("r")
-    assert code == 0 and "before the producer had begun" in told["requests"][0]["verdict"]["says"]
 
 
 def test_only_who_has_the_key_is_told(make: Any, tmp_path: Path) -> None:
@@ -231,13 +204,6 @@ def test_nobody_learns_a_digest(make: Any) -> None:
     assert pair.p.scheduler.offer("q", transfer, bytes.fromhex(digest)[:64], TOKENS)
     _, text = pair.why("q", decode=pair.at(pair.p.scheduler), prefill=pair.at(pair.p.scheduler))
     assert "5eed5eed..." in text and digest not in text
-
-
-def test_no_more_is_kept_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = stories.Stories("e")
-    for n in range(3 * stories.KEPT):
-        kept.takes_no_part(f"r{n}", "why")
-    assert len(kept._closed.none) == stories.KEPT
 
 
 class Slow:
@@ -273,17 +239,6 @@ def repeating(source: Source, host: str) -> Iterator[None]:
             thread.join()
 
 
-def test_a_question_repeated_without_end_takes_a_share_of_the_thread(make: Any) -> None:
-    pair = make()
-    slow = Slow(pair)
-    began = time.monotonic()
-    with repeating(pair.d.scheduler.source, "127.0.0.1"):
-        until(lambda: slow.asked > 0)
-        time.sleep(1.0)
-    asked, lasted = slow.asked, time.monotonic() - began
-    assert asked <= 2 + lasted, "after an answer of 50 ms it has the next one a second later"
-
-
 def test_a_peer_that_repeats_its_question_keeps_no_other_peer_waiting(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,12 +261,6 @@ def test_a_program_that_repeats_its_question_keeps_no_operator_on_its_host_waiti
         until(lambda: slow.asked > 0)
         code, text = pair.why("nobody")
     assert code == 3 and "no engine that was asked knows request 'nobody'" in text and "problem" not in text
-
-
-def test_messages_of_any_length_fit() -> None:
-    story = Story("consumer", "r" * 2000, text="x" * 2000, stages={"asked": 1.0})
-    assert decode(encode(Explain("r", (b"12345678",), 5))) == Explain("r", (b"12345678",), 5)
-    assert judge(story, None).ok is False
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import pickle
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +32,7 @@ from kvxfer import (
 from kvxfer.facts import sealed
 from kvxfer.geometry import Cache, Heads, Region, View
 from kvxfer.identity import digest
+from kvxfer.testing.engine import until
 
 TOKENS, BLOCKS, HEADS, UNIT = 4, 16, 4, 16
 T, DIGEST = TransferId("own/1/x", 0), b"d"
@@ -96,75 +95,43 @@ def twice(agent: Agent, first: dict[str, Any], then: dict[str, Any]) -> None:
 
 VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "tokens are a float": (lambda: offer(tokens=8.0), "tokens must be an integer, not 8.0"),
-    "tokens are a text": (lambda: fetch(tokens="8"), "tokens must be an integer, not '8'"),
     "tokens are a truth value": (lambda: fetch(tokens=True), "tokens must be an integer, not True"),
-    "tokens are an array": (lambda: fetch(tokens=np.arange(2)), "tokens must be an integer, not a numpy.ndarray"),
-    "tokens are numpy's float": (lambda: offer(tokens=np.float64(8)), "tokens must be an integer"),
     "negative tokens": (lambda: offer(tokens=-1), "tokens must be at least 0, not -1"),
     "no tokens, and final": (lambda: offer(tokens=0), "tokens must be positive in a final offer"),
     "no tokens to fetch": (lambda: fetch(tokens=0), "tokens must be at least 1"),
-    "more tokens than there are": (lambda: offer(tokens=1 << 60), "tokens must be at most"),
     "start behind the end": (lambda: fetch(start=9), "start must be at most 7, not 9"),
-    "negative start": (lambda: fetch(start=-1), "start must be at least 0"),
     "generation is negative": (lambda: offer(generation=-1), "generation must be at least 0, not -1"),
-    "generation is numpy's and negative": (lambda: offer(generation=np.int64(-1)), "generation must be at least 0"),
-    "generation is beyond 63 bits": (lambda: offer(generation=1 << 63), "generation must be at most"),
-    "generation is none": (lambda: offer(generation=None), "generation must be an integer, not None"),
     "final is none": (lambda: offer(final=None), "final must be True or False, not None"),
-    "final is a number": (lambda: offer(final=1), "final must be True or False, not 1"),
     "digest is a text": (lambda: offer(digest="d"), "digest must be bytes, not 'd'"),
-    "digest is none": (lambda: fetch(digest=None), "digest must be bytes, not None"),
     "digest is long": (lambda: fetch(digest=bytes(65)), "digest must have at most 64 bytes, not 65"),
     "transfer is a text": (lambda: offer(transfer="x"), "transfer must be a kvxfer TransferId, not 'x'"),
     "blocks are a list": (lambda: offer(blocks=[[1, 2]]), "blocks must be a kvxfer BlockTable, not a list"),
-    "blocks are an array": (lambda: fetch(blocks=np.arange(2)), "blocks must be a kvxfer BlockTable"),
     "handle is a number": (lambda: fetch(handle=7), "handle must be a str, not 7"),
-    "handle is empty": (lambda: fetch(handle=""), "handle must not be empty"),
     "source is a text": (lambda: fetch(source="host:7000"), "source must be a kvxfer Source"),
     "own is a text": (lambda: fetch(own="host:7000"), "own must be a kvxfer Source"),
     "host is a number": (lambda: Source(127, 7000, 1), "host must be a str"),
-    "host is empty": (lambda: Source("", 7000, 1), "host must not be empty"),
-    "port is a text": (lambda: Source("h", "7000", 1), "port must be an integer, not '7000'"),
     "port is too large": (lambda: Source("h", 70000, 1), "port must be at most 65535"),
     "epoch is negative": (lambda: Source("h", 7000, -1), "epoch must be at least 0"),
-    "epoch is a float": (lambda: Source("h", 7000, 1e18), "epoch must be an integer"),
     "a name is a number": (lambda: TransferId.mint(1, 5), "base must be a str that is not empty, not 5"),
-    "a name is none": (lambda: TransferId.routed(None), "name must be a str that is not empty, not None"),
-    "a name is no Unicode": (lambda: TransferId.routed("\ud800"), "not valid Unicode"),
     "a name is endless": (lambda: TransferId.routed("x" * 20_000), "not a text of up to"),
-    "prompt is a text": (lambda: TransferId.derived("x", "1"), "prompt must be an integer"),
     "minted from a text": (lambda: TransferId.mint("7", "x"), "epoch must be an integer"),
     "rows are lists": (lambda: BlockTable(([1, 2],)), r"rows\[0\] must be bytes"),
-    "an id is a float": (lambda: BlockTable.of([[1.0]]), "group 0: block ids are a row of integers"),
-    "an id is below -1": (lambda: BlockTable.of([[-2]]), "group 0: .*below -1"),
-    "an id is above 32 bits": (lambda: BlockTable.of([[1 << 31]]), "group 0: .*above"),
-    "one row, not a row of rows": (lambda: BlockTable.of([1, 2]), "group 0: block ids are a row"),
     "a rank is a text": (lambda: Rank("0", 0), "pp must be an integer"),
     "a group of no kind": (lambda: Group(4, "ful"), "kind must be one of full, window"),
     "block_tokens is a float": (lambda: Group(4.0), "block_tokens must be an integer"),
     "an address is a float": (lambda: Region(1.0, 4), "address must be an integer"),
     "a stride is a float": (lambda: view(block_stride=64.0), "block_stride must be an integer, not 64.0"),
-    "a stride is numpy's float": (lambda: view(token_stride=np.float32(16)), "token_stride must be an integer"),
     "an offset is a float": (lambda: view(offsets=(0.0,)), r"offsets\[0\] must be an integer"),
-    "offsets are a number": (lambda: view(offsets=0), "offsets must be a tuple of integers"),
     "layers are a text": (lambda: view(layers="layer"), "layers must be a tuple of str"),
-    "layers are numbers": (lambda: view(layers=(0,)), "layers must be a tuple of str"),
     "heads are a number": (lambda: view(heads=4), "heads must be a kvxfer Heads"),
     "a head's stride is a float": (lambda: Heads(0, 4, 4, 64.0), "stride must be an integer"),
     "regions are a region": (lambda: Cache(Region(1, 1), (), ()), "regions must be a tuple of Region"),
     "views are groups": (lambda: Cache((), (), (Group(4),)), r"views\[0\] must be a kvxfer View"),
-    "lease is negative": (lambda: Config(lease=-1), "'lease' cannot be -1: expected a number of seconds, above 0"),
-    "lease is a text": (lambda: Config(lease="60"), "'lease' cannot be '60'"),
-    "integrity is something else": (lambda: Config(integrity="some"), "'integrity' cannot be 'some'.*'full'"),
-    "port of a configuration": (lambda: Config(port=65536), "'port' cannot be 65536"),
-    "listen everywhere, advertise nothing": (lambda: Config(listen="0.0.0.0"), "set 'advertise'"),
     "settings are nothing": (lambda: Config.from_mapping(None), "settings must be a mapping"),
     "digest is empty": (lambda: fetch(digest=b""), "digest must not be empty"),
     "a ticket of nothing": (lambda: Ticket(T, b"", HERE), "digest must not be empty"),
-    "fetch no token": (lambda: fetch(start=8), "start must be at most 7, not 8"),
     "port is none": (lambda: Source("h", 0, 1), "port must be at least 1, not 0"),
     "host is a sentence": (lambda: Source("not a host!", 7, 1), "host 'not a host!' is neither an IP address nor"),
-    "a name is empty": (lambda: TransferId.mint(1, ""), "base must be a str that is not empty"),
     "rows are nothing": (lambda: BlockTable.of(None), "rows must be one row of block ids for each group, not None"),
     "rows are none": (lambda: BlockTable(None), "rows must be a tuple"),
     "too many rows": (lambda: BlockTable.of([[1]] * 129), "rows must be a tuple of up to 128"),
@@ -173,12 +140,6 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "a window of nothing": (lambda: Group(4, "window"), "window must be at least 1"),
     "a window of all": (lambda: Group(4, "full", 7), "window must be at most 0"),
     "a digest of no model": (lambda: digest(tokens=[1], model=None), "model must be a str"),
-    "a digest of a generator": (
-        lambda: digest(tokens=(i for i in [1]), model=""),
-        "token ids must be a row of integers",
-    ),  # type: ignore[arg-type]
-    "a digest of rows": (lambda: digest(tokens=[[1], [2, 3]], model=""), "token ids must be a row of integers"),  # type: ignore[list-item]
-    "a digest of words": (lambda: digest(tokens=["a"], model=""), "token ids must be a row of integers"),
     "a digest of a number of media": (lambda: digest(tokens=[1], model="", media=5), "media must be .hash, position"),
     "a digest with a numbered salt": (lambda: digest(tokens=[1], model="", salt=5), "salt must be a str, not 5"),
     "a digest of embeddings": (lambda: digest(tokens=[1], model="", embeds=np.ones(2)), "embeds must be bytes, not"),
@@ -187,12 +148,10 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "no time to start": (lambda: Config(start_timeout=0), "'start_timeout' cannot be 0"),
     "facts of numbers": (lambda: sealed({"a": 1}), "the fact 'a' must be a text"),
     "facts of nothing": (lambda: sealed(None), "facts must be a mapping"),
-    "heads without heads": (lambda: tensors(heads=(0, 3)), "heads must be left out"),
     "heads beyond the model": (
         lambda: tensors("block head unit", heads=(1, 3), group=Group(1)),
         r"heads\[1\] must be at least 4",
     ),
-    "layers in a text": (lambda: tensors(layers="ab"), "layers must be a tuple of str, not 'ab'"),
     "layers by number": (lambda: tensors(layers=3), "layers must be a tuple of str, not 3"),
     "layers twice": (lambda: tensors("layer block unit", layers=["a", "a"]), "layers must be named apart"),
     "a group by number": (lambda: tensors(group=4), "group must be a kvxfer Group"),
@@ -200,52 +159,15 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Cache.of_tensors(np.empty((2, 4, 5), object), "block token unit"),
         "must hold numbers, not objects",
     ),
-    "no ticket": (lambda: Ticket.read(None), "ticket must be a str, not None"),
-    "a ticket of bytes": (lambda: Ticket.read(GOOD.text.encode()), "ticket must be a str"),
-    "an empty ticket": (lambda: Ticket.read(""), "ticket must not be empty"),
-    "a ticket that was cut": (lambda: Ticket.read(GOOD.text[:-3]), "ticket must be as it was made"),
-    "a forged ticket": (
-        lambda: Ticket.read(f"{GOOD.text[:20]}{'AB'[GOOD.text[20] == 'A']}{GOOD.text[21:]}"),
-        "ticket must be",
-    ),
-    "a ticket of another version": (
-        lambda: Ticket.read("kvxfer9." + GOOD.text[8:]),
-        "ticket must begin with 'kvxfer1.'",
-    ),
-    "an endless ticket": (lambda: Ticket.read(GOOD.text * 10_000), "ticket must have at most"),
     "a ticket for a text": (lambda: Ticket(T, "d", HERE), "digest must be bytes, not 'd'"),
     "a ticket from a ticket": (lambda: Ticket(T, DIGEST, GOOD), "source must be a kvxfer Source"),
     "a ticket's blocks are lists": (lambda: GOOD.fetch("r", [[1, 2]], 0, 8), "blocks must be a kvxfer BlockTable"),
     "a ticket's tokens are numpy's": (lambda: GOOD.fetch("r", TABLE, 0, np.float32(8)), "tokens must be an integer"),
-    "tokens beyond 64 bits": (lambda: offer(tokens=np.uint64(2**64 - 1)), "tokens must be at most"),
-    "tokens are complex": (lambda: offer(tokens=8 + 0j), "tokens must be an integer, not a complex"),
     "a payload of text": (lambda: offer(payload="x"), "payload must be bytes, not 'x'"),
-    "a payload that may change": (lambda: offer(payload=bytearray(b"x")), "payload must be bytes, not a bytearray"),
-    "a payload of numbers": (
-        lambda: offer(payload=np.zeros(4, np.uint8)),
-        "payload must be bytes, not a numpy.ndarray",
-    ),
     "consumers by halves": (lambda: offer(consumers=np.float64(2)), "consumers must be an integer"),
     "an endless handle": (lambda: fetch(handle="x" * 100_000), "handle must have at most 4096 characters"),
-    "ids are truths": (lambda: BlockTable.of([np.array([True, False])]), "block ids are a row of integers"),
-    "ids beyond 63 bits": (lambda: BlockTable.of([np.array([2**63], np.uint64)]), "block ids are a row of integers"),
-    "ids of two axes": (lambda: BlockTable.of([np.zeros((2, 2), np.int64)]), "block ids are a row of integers"),
-    "rows by name": (lambda: BlockTable.of({"a": [1]}), "block ids are a row of integers"),
     "no block is a text": (lambda: BlockTable.of([[1]], null="x"), "null must be an integer, not 'x'"),
     "a prompt below none": (lambda: TransferId("own/1/x", -1), "prompt must be at least 0, not -1"),
-    "a prompt beyond 63 bits": (lambda: TransferId.mint(1, "x", 1 << 70), "prompt must be at most"),
-    "an epoch is true": (lambda: TransferId.mint(True, "x"), "epoch must be an integer, not True"),
-    "an axis of no kind": (lambda: tensors("page token unit"), "dims must be words of layer, block, head"),
-    "an axis twice": (lambda: tensors("block block unit"), "dims must have 'block' once"),
-    "an axis too many": (
-        lambda: tensors("layer block token unit"),
-        "dims must name each of the 3 axes of plane 'kv', not 4",
-    ),
-    "no tensor": (lambda: Cache.of_tensors([], "block token unit"), "tensors must be at least one for each plane"),
-    "a tensor that cannot be written": (
-        lambda: Cache.of_tensors(np.broadcast_to(np.zeros((1, 4, 5)), (2, 4, 5)), "block token unit"),
-        "must be writable",
-    ),
     "tensors of two dtypes": (
         lambda: Cache.of_tensors([np.zeros((2, 4, 5), np.uint8), np.zeros((2, 4, 5), np.int8)], "block token unit"),
         "encoding must be given: the tensors of plane 'kv' are of int8 and of uint8",
@@ -266,8 +188,6 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "regions must be of one device, not of cpu and cuda:0",
     ),
-    "a lease that is no number": (lambda: Config(lease=float("nan")), "'lease' cannot be nan"),
-    "a lease without end": (lambda: Config(lease=float("inf")), "'lease' cannot be inf"),
     "a directory without its configuration": (lambda: Directory("engine"), "config must be a kvxfer Config"),
 }
 """What is wrong, the call, and what it is told."""
@@ -308,7 +228,6 @@ def pair() -> Iterator[tuple[Agent, Agent, Directory, list[np.ndarray]]]:
 
 CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "no offer": (lambda a, _: a.offer(None), "offer must be a kvxfer Offer, not None"),
-    "a fetch is offered": (lambda a, _: a.offer(fetch()), "offer must be a kvxfer Offer"),
     "an offer is fetched": (lambda a, _: a.fetch(offer()), "fetch must be a kvxfer Fetch"),
     "offered, no blocks": (lambda a, _: a.offer(offer(blocks=BlockTable.of([[]]))), r"blocks\[0\] must list 2 blocks"),
     "too few blocks": (
@@ -319,10 +238,6 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
         lambda a, _: a.offer(offer(blocks=BlockTable())),
         "blocks must have one row for each of the cache's 1",
     ),
-    "two groups": (
-        lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[1, 2], [3]]))),
-        "one row for each .* 1 groups, not 2",
-    ),
     "a block outside the cache": (
         lambda a, _: a.offer(offer(blocks=BlockTable.of([[1, BLOCKS]]))),
         r"blocks\[0\] must be ids below 16, the cache's blocks, not 16",
@@ -331,8 +246,6 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
         lambda a, _: a.offer(offer(blocks=BlockTable.of([[1, -1]]))),
         r"blocks\[0\] must have a block at position 1, not -1",
     ),
-    "fetched into too few": (lambda a, _: a.fetch(fetch(tokens=9)), r"blocks\[0\] must list 3 blocks"),
-    "fetched outside the cache": (lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[1, 99]]))), "must be ids below 16"),
     "a table without measure": (
         lambda a, _: a.fetch(fetch(blocks=BlockTable((b"\0" * (4 << 20),)))),
         "blocks must be at most",
@@ -341,11 +254,8 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
     "revoke nothing": (lambda a, _: a.revoke(T, -1, "", True), "generation must be at least 0"),
     "revoke for no reason": (lambda a, _: a.revoke(T, 1, None, True), "reason must be a str"),
     "revoke, gone or not": (lambda a, _: a.revoke(T, 1, "", None), "gone must be True or False"),
-    "reason is no Unicode": (lambda a, _: a.revoke(T, 1, "\ud800", True), "reason must be valid Unicode"),
     "prepare, as a text": (lambda a, _: a.prepare(HERE, "x"), "own must be a kvxfer Source, not 'x'"),
     "kept and not gone": (lambda a, _: a.revoke(T, 1, "", False, kept=True), "kept must come with gone"),
-    "close a directory for a text": (lambda _, d: d.close("x"), "timeout must be a number of seconds"),
-    "prepare a text": (lambda a, _: a.prepare("x"), "source must be a kvxfer Source"),
     "an older generation": (
         lambda a, _: twice(a, {"generation": 2}, {"generation": 1}),
         "generation must be at least 2, not 1",
@@ -371,33 +281,15 @@ CALLS: dict[str, tuple[Callable[[Agent, Directory], Any], str]] = {
         lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[-1, -1]]))),
         "blocks must list at least one block",
     ),
-    "fetch with a hole": (
-        lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[1, -1]]))),
-        r"blocks\[0\] must have a block at position 1",
-    ),
-    "fetch twice into a block": (lambda a, _: a.fetch(fetch(blocks=BlockTable.of([[3, 3]]))), "each block once"),
     "wait for a text": (lambda a, _: a.events("1"), "timeout must be a number of seconds, not '1'"),
-    "wait for nothing": (lambda a, _: a.events(float("nan")), "timeout must be a number of seconds, not nan"),
-    "close in a while": (lambda a, _: a.close("x"), "timeout must be a number of seconds"),
-    "drain for nothing": (lambda a, _: a.drain(None), "timeout must be a number of seconds"),
     "listen with a text": (lambda a, _: a.listen("x"), "heard must be a function or None"),
     "wait for what cannot be": (lambda _a, _d: asyncio.run(readable(None, 1)), "source must be a kvxfer Readable"),
     "publish nothing": (lambda _, d: d.publish(None), "ranks must be a tuple of RankDescriptor, not None"),
-    "publish one": (lambda a, d: d.publish(a.descriptor), "ranks must be a tuple of RankDescriptor"),
-    "tell a word": (lambda _, d: d.tell(d.source, "x"), "message must be a notice"),
     "renew a text": (lambda a, _: a.renew("x"), "transfer must be a kvxfer TransferId"),
     "cancel a number": (lambda a, _: a.cancel(7, ""), "handle must be a str"),
     "facts are numbers": (lambda a, _: a.identify({"model": 7}), "fact 'model'"),
-    "facts are a text": (lambda a, _: a.identify("model"), "facts must be a mapping"),
-    "offer a ticket": (lambda a, _: a.offer(GOOD), "offer must be a kvxfer Offer, not a kvxfer.ticket.Ticket"),
-    "fetch a ticket's text": (lambda a, _: a.fetch(GOOD.text), "fetch must be a kvxfer Fetch"),
     "copy an agent": (lambda a, _: copy.copy(a), "an agent belongs to the process that made it"),
-    "send an agent elsewhere": (lambda a, _: pickle.dumps(a), "an agent belongs to the process that made it"),
-    "copy a directory": (lambda _, d: copy.deepcopy(d), "a directory belongs to the process that made it"),
-    "wait for a truth": (lambda a, _: a.events(True), "timeout must be a number of seconds, not True"),
-    "publish an agent": (lambda a, d: d.publish((a,)), r"ranks\[0\] must be a kvxfer RankDescriptor"),
     "publish a rank twice": (lambda a, d: d.publish((a.descriptor, a.descriptor)), "rank pp0/tp0 is there twice"),
-    "tell a text": (lambda _, d: d.tell("host:1", None), "source must be a kvxfer Source"),
 }
 
 
@@ -444,13 +336,9 @@ def test_a_call_after_close_says_so(late: str, drained: bool) -> None:
 
 
 def outcome(agent: Agent, handle: str) -> Ended:
-    end = time.monotonic() + 20.0
-    while time.monotonic() < end:
-        for event in agent.events():
-            if isinstance(event, Ended) and event.handle == handle:
-                return event
-        time.sleep(0.002)
-    raise AssertionError("no outcome")
+    ends: list[Ended] = []
+    until(lambda: ends.extend(e for e in agent.events() if isinstance(e, Ended) and e.handle == handle) or ends)  # type: ignore[func-returns-value]
+    return ends[0]
 
 
 def test_an_honest_transfer_beside_wrong_calls_goes_through(
@@ -525,7 +413,4 @@ def test_blocks_that_were_offered_stay_until_the_next_generation(
     assert outcome(d, "again").outcome.delivered
     assert outcome(p, str(again)).outcome.delivered
     p.offer(offer(transfer=again, generation=2, blocks=TABLE))  # too late to mean anything
-    until = time.monotonic() + 10
-    while p._calls._offers:  # nothing is kept of it
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    until(lambda: not p._calls._offers)  # nothing is kept of it
