@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvxfer.control.sockets import ControlSockets
 from kvxfer.engine import HeldPrefix, Inquiry, Prefix, ScheduleError
-from kvxfer.engine.paces import REMEMBERED, LoadOrCompute
+from kvxfer.engine.paces import LoadOrCompute
 from kvxfer.errors import ArgumentError, ClosedError
 from kvxfer.failures import FailureKind
 from kvxfer.identity import Source, TransferId
@@ -120,13 +120,6 @@ class Liar:
 
 
 # --- sources that give nothing -----------------------------------------------------------------------------------------
-
-
-def test_what_nobody_holds_is_answered_at_once(world: World) -> None:
-    d, p = world.holder(), world.engine({"ask_timeout": 60.0})
-    turn = world.turn(p, d.scheduler.source, prompt=[*range(500, 564)])
-    assert not turn.loaded and p.scheduler.asked[""].requests == 1 and not p.scheduler.asked[""].unanswered
-    world.over()
 
 
 def test_a_source_that_is_silent_costs_a_bounded_time(world: World) -> None:
@@ -244,30 +237,6 @@ def test_a_holder_whose_answer_fails_answers_nothing(world: World, caplog: pytes
 
 
 # --- sources that change their mind ------------------------------------------------------------------------------------
-
-
-def test_what_was_evicted_is_not_held(world: World) -> None:
-    d, p = world.holder(blocks=32), world.engine()
-    for n in range(3):
-        world.turn(d, prompt=[n + 200] * 64)
-    turn = world.turn(p, d.scheduler.source)
-    assert turn.loaded < WHOLE and turn.loaded % 16 == 0
-    world.over()
-
-
-def test_a_cache_that_is_dropped_while_it_is_read(world: World) -> None:
-    d, p = world.holder(), world.engine()
-    turn = p.begin("r", [*PROMPT, 99], [1], [d.scheduler.source])
-    assert p.scheduler.loadable("r", 0) is None
-    world.idle.add(p)
-    until(lambda: d.step(timeout=0.001) and False or d.scheduler.answered.held)
-    while not d.scheduler.withdraw_all("other weights"):
-        d.step(timeout=0.001)
-        if d.pool.used():
-            break  # a peer may be reading
-    world.idle.clear()
-    world.until(lambda: turn.done)
-    world.over()
 
 
 def test_a_source_that_dies_during_the_load(world: World) -> None:
@@ -388,25 +357,6 @@ def test_a_load_that_would_not_end_before_the_tokens_are_computed_is_not_begun(w
         world.over()
 
 
-def test_loads_that_are_not_tried_teach_nothing_so_one_is(world: World) -> None:
-    p = world.engine()
-    choice, there = p.scheduler._choice, Source("127.0.0.1", 1, 1)
-    choice.took(64, 0.001)
-    choice._links.delivered(there, 64, 1.0)
-    tried = [choice.saves(there, 64, "auto") > 0 for _ in range(2 * (REMEMBERED + 1))]
-    assert tried == 2 * ([False] * REMEMBERED + [True])
-
-
-def test_nobody_waits_longer_than_computing_takes(world: World) -> None:
-    p = world.engine({"ask_timeout": 60.0})
-    p.scheduler.takes(64, 0.05)
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        began = time.monotonic()
-        world.turn(p, Source("127.0.0.1", silent.getsockname()[1], 0))
-    assert time.monotonic() - began < 20.0
-    world.over()
-
-
 def test_a_short_prompt_whose_patience_is_over_says_nothing_of_a_source(world: World) -> None:
     """It would be computed sooner than any source could answer. Others wait for their answer as before."""
     d, p = world.holder(), world.engine({"ask_timeout": 60.0})
@@ -466,43 +416,6 @@ def test_nobody_is_asked_for_a_request_that_waits_in_a_queue(world: World) -> No
     p.scheduler.finished("s", BlockTable.of([[]]), complete=False)
     assert d.scheduler.answered.inquiries == 1
     world.over()
-
-
-def test_a_request_that_is_told_to_load_meanwhile_loads_that(world: World) -> None:
-    d, p = world.holder(), world.engine()
-    prefix = p.prefix(Turn("", PROMPT, [0], "", ()))
-    for n, asked in enumerate((False, True)):
-        request = f"r{n}"
-        assert p.scheduler.ask(request, prefix, [d.scheduler.source], 64)
-        if asked:
-            assert p.scheduler.loadable(request, 0) is None
-        assert p.scheduler.load(request, TransferId("own/1", n), b"d", d.scheduler.source, 48)
-        assert p.scheduler.loadable(request, 0) == 48 and not p.scheduler.asking(request)
-        p.scheduler.finished(request, BlockTable.of([[]]), complete=False)
-    world.until(lambda: d.scheduler.answered.held == 1)
-    world.over()
-
-
-def test_a_load_of_its_own_is_not_that_of_the_question(world: World) -> None:
-    """Two samples have asked, the answer is taken, and one of them is told to load from a producer of its own."""
-    d, p = world.holder(), world.engine()
-    side, prefix = p.scheduler, p.prefix(Turn("", PROMPT, [0], "", ()))
-    for request in ("r1", "r2"):
-        assert side.ask(request, prefix, [d.scheduler.source], 64)
-        side.loadable(request, 0)
-    until(lambda: (d.step(timeout=0.001), side.directory.noticed)[1])
-    assert side.loadable("r1", 0) == WHOLE
-    assert side.load("r2", TransferId("own/1", 0), b"d", d.scheduler.source, 48)
-    for external in (48, 0):
-        side.allocated("r2", BlockTable.of([[*range(16)]]), external)
-    assert side.asked[""].recomputed == side.asked[""].loaded == 0
-    side.allocated("r1", BlockTable.of([[*range(20, 36)]]), WHOLE)
-    side.preempted("r2")
-    world.until(lambda: side.asked[""].loaded)
-    assert side.asked[""].loaded == WHOLE and not side.asked[""].recomputed
-    for request in ("r1", "r2"):
-        side.finished(request, BlockTable.of([[]]), complete=False)
-    world.until(lambda: not any(len(e.scheduler) or e.scheduler.waiting for e in world.engines))
 
 
 def test_a_question_ends_when_the_engine_confirms_that_its_load_is_over(world: World) -> None:
@@ -568,12 +481,12 @@ def test_wrong_calls(world: World) -> None:
         p.scheduler.ask("r", prefix, [there], 64)
 
 
-# --- what is told ------------------------------------------------------------------------------------------------------
-
-
 def test_the_trace_tells_who_named_the_source_and_when_it_had_answered(world: World, tmp_path: Path) -> None:
     d, p = world.holder(), world.engine({"trace": str(tmp_path / "trace")})
     turn = world.turn(p, d.scheduler.source, prompt=[*PROMPT])
     (line,) = map(json.loads, (tmp_path / "trace").read_text().splitlines())
     assert line["kind"] == "" and line["tokens"] == turn.loaded and line["failure"] is None
     assert 0 < line["us"]["found"] <= line["us"]["fetched"] <= line["us"]["seen"]
+
+
+# --- what is told ------------------------------------------------------------------------------------------------------

@@ -121,32 +121,6 @@ def test_media_are_part_of_what_is_compared(pair: Pair) -> None:
     pair.over()
 
 
-def test_a_request_loads_its_history_and_offers_the_whole(pair: Pair) -> None:
-    """P loads a prefix from D, computes the rest, offers all; D loads what it lacks."""
-    history = [*range(60)]
-    pair.turn(pair.d, history[:40], history[40:])
-    pair.names += 1
-    turn = pair.p.begin("both", [*history, *range(200, 220)], [7], [pair.d.scheduler.source], offered=True)
-    pair.p.finish_turn(turn, [pair.d])
-    assert turn.loaded >= 32
-    pair.p.step()
-    ticket = pair.p.scheduler.ticket("both")
-    assert ticket is not None and ticket.tokens == 80
-    late = pair.d.begin("late", turn.prompt, [8], ticket=ticket)
-    pair.d.finish_turn(late, [pair.p])
-    assert late.cached >= 40 and late.cached + late.loaded == 79
-    pair.over()
-
-
-def test_a_request_that_was_cut_off_goes_on_elsewhere(pair: Pair) -> None:
-    """Its client was sent to another engine, which gets the prompt and the tokens so far."""
-    prompt, answer = [*range(50)], [*range(300, 330)]
-    pair.turn(pair.d, prompt, answer[:20])
-    moved = pair.turn(pair.p, [*prompt, *answer[:20]], answer[20:], pair.d.scheduler.source)
-    assert moved.fresh <= STEP + pair.d.memory.tokens + 1
-    pair.over()
-
-
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1 << 30), shape=st.sampled_from(sorted(SHAPES)))
 def test_any_conversations_anywhere(seed: int, shape: str) -> None:

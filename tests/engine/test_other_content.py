@@ -52,21 +52,3 @@ def test_a_request_that_needs_nothing_is_not_told_that_there_is_other_content(ca
         d.load("d", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS, begun=False)
         assert "d" in d.until("d").loaded and "p" in p.until("p").free
         assert not caplog.text
-
-
-def test_a_later_request_under_the_name_of_one_that_is_over_waits() -> None:
-    with PagedEngine() as p, PagedEngine() as d, PagedEngine() as before:
-        p.step(), d.step()
-        compute(p)
-        before.load("d", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS, begun=False)
-        assert "d" in before.until("d").loaded and "p" in p.until("p").free
-        d.load("next", Ticket(JOB, b"q", p.scheduler.source, TOKENS), TOKENS, begun=False)
-        for _ in range(20):
-            d.step(), p.step()
-        assert "next" in d._waiting
-        assert p.scheduler.offer("q", JOB, b"q", TOKENS)
-        p.run("q", b"q", 0, TOKENS)
-        p.step()
-        assert "next" in d.until("next").loaded
-        d.verify()
-        p.finish("q")

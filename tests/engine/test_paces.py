@@ -63,14 +63,6 @@ def test_a_link_has_a_first_chance_and_after_a_failure_none_until_something_has_
     assert links.estimate(HERE, 100) == 4.0, "what was before the failure is forgotten"
 
 
-def test_of_links_without_number_the_oldest_are_forgotten() -> None:
-    links = LinkPaces()
-    links.failed(HERE)
-    for port in range(1, 2001):
-        links.failed(Source("c", port, 1))
-    assert links.estimate(HERE, 1) == 0.0 and links.estimate(Source("c", 1999, 1), 1) is None
-
-
 # --- whether a load pays -----------------------------------------------------------------------------------------------
 
 SIZES = st.integers(MIN_STEP, 1 << 20)
@@ -125,9 +117,3 @@ def test_a_short_prompt_is_not_taken_to_cost_a_whole_step() -> None:
     choice.loaded(HERE, 64, 0.005)
     choice.loaded(THERE, 4096, 0.015)
     assert choice.saves(HERE, 64, "auto") < 0 < choice.saves(THERE, 4096, "auto")
-
-
-def test_one_slow_step_does_not_count() -> None:
-    choice = told([4096] * 5, 0.0, 1e-5)
-    choice.took(4096, 9.0)
-    assert choice.computing(4096, "auto") < 0.1

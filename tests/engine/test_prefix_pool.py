@@ -34,24 +34,6 @@ def test_blocks_are_found_by_all_that_is_before_them() -> None:
     assert pool.prefix([]) == []
 
 
-def test_what_was_freed_is_found_until_it_is_taken_the_tail_first() -> None:
-    pool = PrefixPool(3, BLOCK)
-    table = filled(pool, [1, 2, 3, 4, 5, 6])
-    pool.free(table[::-1])
-    assert pool.used() == 0
-    other: list[int] = []
-    assert pool.grow(other, 1) and other == table[2:]
-    assert pool.prefix([1, 2, 3, 4, 5, 6]) == table[:2]
-    assert pool.used() == 3 and not pool.grow(other, 3) and other == table[2:], "nothing is added if there are too few"
-
-
-def test_a_block_that_holds_something_else_now_is_not_found() -> None:
-    pool = PrefixPool(1, BLOCK)
-    pool.free(filled(pool, [1, 2]))
-    assert filled(pool, [3, 4]) == [0]
-    assert pool.prefix([1, 2]) == []
-
-
 def test_pins_keep_blocks_from_being_taken() -> None:
     pool = PrefixPool(4, BLOCK)
     assert isinstance(pool, BlockPool)

@@ -69,18 +69,6 @@ def test_nothing_but_time_has_to_pass() -> None:
     assert len(told.notices) == count
 
 
-def test_one_that_is_taken_from_another_engine_is_renewed_there() -> None:
-    """A router tries again with another prefill engine, under the same name."""
-    told = Told()
-    r = Waiting(0.04, told)
-    r.begin("x", X, b"x", A)
-    told.wait(A, X, 1)
-    r.schedule.finish("x")
-    r.begin("x", X, b"x", B)
-    told.wait(B, X, 3)
-    r.renewals.close()
-
-
 def test_renewals_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renewals, "RENEWED", 2)
     told = Told()

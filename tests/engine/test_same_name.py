@@ -15,7 +15,6 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import Source, TransferId
 from kvxfer.schedule import Cancel, StepCommands
 from kvxfer.values import BlockTable, Fetch, Group, Rank
-from tests.counting import calls
 from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, Agent, Lending, Pool, Wire, ended, over
 
@@ -104,22 +103,6 @@ def test_a_cancel_that_comes_late_does_not_hit_the_load_that_has_gone_ahead(boar
     worker.load(Step(StepCommands(fetches=(two,))))
     worker.load(Step(StepCommands(cancels=(Cancel(1, "its client left"),))))
     assert "r" not in agent.loads and over(worker.collect()).keys() == {"r"}
-
-
-def test_each_cancel_costs_the_same_however_many_loads_are_under_way() -> None:
-    def cost(n: int) -> int:
-        agent: Any = Agent(Wire(), [Group(4)], A)
-        worker = WorkerSide(agent)
-        blocks = [BlockTable.of([[2 * i, 2 * i + 1]]) for i in range(n)]
-        fetches = [Fetch(f"{i}", TransferId(f"t{i}", 0), D, SOURCE, blocks[i], 0, 8, number=i) for i in range(n)]
-        worker.begin(Step(facts=FACTS))
-        worker.load(Step(StepCommands(fetches=tuple(fetches))))
-        cancels = Step(StepCommands(cancels=tuple(Cancel(i, "its client left") for i in range(n))))
-        counted = calls(lambda: worker.load(cancels))
-        assert not agent.loads
-        return counted
-
-    assert cost(80) < 6 * cost(20)
 
 
 def test_a_load_beside_the_steps_is_none_within_one_where_an_earlier_one_of_its_name_was(board: Switchboard) -> None:

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvxfer.config import Config
-from kvxfer.engine import BlockPins, Report, SchedulerSide, Step
-from kvxfer.failures import ADVICE, Failure, FailureKind, Outcome
+from kvxfer.engine import BlockPins, Report, SchedulerSide
+from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import ScheduleError
 from kvxfer.ticket import Ticket
 from kvxfer.values import BlockTable, Group, Rank
 from tests.engine.direct import Switchboard
-from tests.engine.small import FACTS, JUNK, Pool, Request, SmallEngine, Wire, ended
+from tests.engine.small import FACTS, Pool, Request, SmallEngine, Wire, ended
 
 FULL, HYBRID = [Group(4)], [Group(4), Group(2, "window", 5)]
 LOST, CUT = Failure(FailureKind.PEER_LOST, "first"), Failure(FailureKind.CORRUPT, "then")
@@ -191,40 +190,6 @@ def offered(p: SmallEngine, extra: int = 1, name: str = "own/1") -> tuple[Any, t
     return p.tickets[-1]
 
 
-def test_a_load_comes_and_its_blocks_are_freed(pair: Any) -> None:
-    wire, p, d = pair
-    ticket = offered(p)
-    assert p.held and p.pool.used()
-    request = d.take(*ticket)
-    d.step(4)
-    assert d.loading
-    for load in wire.loads:
-        wire.begin(load)
-        wire.settle(load)
-    d.step(4)
-    d.step(4)
-    d.step(4)
-    p.step(4)
-    assert request.over and not p.held and not p.pool.used() and not d.pool.used()
-
-
-def test_the_end_of_a_window_is_pinned_while_the_request_goes_on(pair: Any) -> None:
-    """It decodes on, far past the window: without pins the offer would list blocks that the engine has given up."""
-    wire, p, d = pair
-    ticket = offered(p, extra=9)
-    for block in p.pool.take(len(p.pool.unused)):
-        for agent in p.agents:
-            agent.memory.update({cell: JUNK for cell in agent.memory if cell[0] == block})
-    request = d.take(*ticket)
-    d.step(4)
-    for load in wire.loads:
-        assert wire.begin(load) and not load.ended, "a block at the end of the prompt is not offered"
-        wire.settle(load)
-    for _ in range(3):
-        d.step(4)  # attends to what was loaded
-    assert request.over
-
-
 def test_the_end_of_a_window_stays_pinned_when_the_request_is_aborted(pair: Any) -> None:
     """The engine has given these blocks up and only we hold them: a pool that drops them first has nothing left to pin."""
     _, p, _ = pair
@@ -239,27 +204,6 @@ def test_the_end_of_a_window_stays_pinned_when_the_request_is_aborted(pair: Any)
     p.step(1)
     p.step(1)
     assert not p.pool.used()
-
-
-def test_what_may_still_be_written_is_not_reused(pair: Any) -> None:
-    wire, p, d = pair
-    request = d.take(*offered(p))
-    d.step(4)
-    loads = wire.loads
-    for load in loads:
-        wire.fail(load, "the network broke", quiet=False)
-    d.step(1)
-    assert not request.loading and d.side.waiting
-    assert d.failures[request.name].kind is FailureKind.PEER_LOST
-    written = {b for load in loads for b in load.fetch.blocks.ids()}
-    assert written and all(d.pool.refs[b] for b in written), "they may be handed out while they are written to"
-    d.step(4)
-    for load in loads:
-        wire.scribble(load)
-        wire.quiet(load)
-    for _ in range(4):
-        d.step(4)
-    assert request.over and not d.side.waiting and not d.pool.used()
 
 
 def test_a_load_that_still_writes_is_not_over_where_nothing_pins_its_blocks() -> None:
@@ -448,16 +392,6 @@ def test_a_rank_that_is_done_twice_is_forgotten(held: bool) -> None:
         side.close()
 
 
-def test_a_load_without_blocks_is_refused_by_the_call_that_asks_for_it(pair: Any) -> None:
-    _, p, d = pair
-    ticket, prompt = offered(p)
-    d.side.load("r", ticket.transfer, ticket.digest, ticket.source, len(prompt) - 1)
-    assert d.side.loadable("r", 0) == 8
-    with pytest.raises(ScheduleError, match="no blocks for tokens 0 to 8"):
-        d.side.allocated("r", BlockTable.of([[1], []]), 8)
-    assert d.side.loadable("r", 0) == 0 and not d.side.finished("r", BlockTable.of([[], []]), False)
-
-
 def test_workers_hear_of_other_weights_and_offers_are_withdrawn(pair: Any) -> None:
     _, p, _ = pair
     offered(p)
@@ -469,30 +403,6 @@ def test_workers_hear_of_other_weights_and_offers_are_withdrawn(pair: Any) -> No
     p.side.identify({"model": "other"})
     p.step(1)
     assert p.agents[0].facts == {"model": "other"} and not p.agents[0].offers
-
-
-def test_an_engine_may_pass_on_all_that_it_hears() -> None:
-    """Requests that neither offer nor load; steps without news are false."""
-    from kvxfer.config import Config
-
-    side = SchedulerSide(Config(), "e", FULL, 1, FACTS)
-    try:
-        assert side.step().facts == FACTS and not side.step() and not Step()
-        assert side.loadable("x", 0) == 0 and side.ticket("x") is None and not side.follows("x")
-        side.allocated("x", BlockTable.of([[1]]), 0)
-        with pytest.raises(ScheduleError, match="request x expects 1 tokens, and does not load: call 'load' first"):
-            side.allocated("x", BlockTable.of([[1]]), 1)
-        side.runs("x", 0, 4, BlockTable.of([[1]]))
-        side.preempted("x")
-        assert not side.finished("x", BlockTable.of([[1]]), True)
-        side.freed("x")
-        side.confirm_load_ended("x")
-        assert side.report(Report()) == side.report(ended("x"))
-        assert not side and len(side) == 0
-        assert not side.load("y", TransferId("own/1", 0), b"d", Source("h", 1, 1), 4) or side.loadable("y", 4) == 0
-        side.finished("y", BlockTable.of([[]]), False)
-    finally:
-        side.close()
 
 
 def test_reports_merge_rank_by_rank() -> None:
@@ -518,15 +428,3 @@ def test_pins_hold_what_was_freed_up_to_their_limit() -> None:
     for holder in "abc":
         pins.drop(holder)
     assert pins.pool_unused and len(pins) == 0
-
-
-def test_a_failed_load_is_logged_where_the_request_was_taken(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
-    wire, p, d = pair
-    request = d.take(*offered(p))
-    d.step(4)
-    for load in wire.loads:
-        wire.fail(load, "the card is gone")
-    for _ in range(3):
-        d.step(4)
-    [line] = [r.getMessage() for r in caplog.records if "has not loaded its KV" in r.getMessage()]
-    assert request.name in line and "peer_lost: the card is gone; " in line and ADVICE[FailureKind.PEER_LOST] in line

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,10 @@ from kvxfer.failures import FailureKind
 from kvxfer.geometry import Cache, Group, Region, View
 from kvxfer.identity import TransferId
 from kvxfer.schedule import StepCommands
+from kvxfer.testing.engine import PagedEngine, until
 from kvxfer.values import BlockTable, Fetch, Offer, Rank
 from tests.data.elastic_pages import PAGE, ElasticPages
 from tests.engine.small import over
-from tests.engine.test_memory import hears_that_it_is_gone
 
 BLOCKS, TOKENS = 8, 4
 GONE = {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}
@@ -67,10 +67,7 @@ class Worker:
         return self.report
 
     def until(self, what: Callable[[Report], Any]) -> Report:
-        end = time.monotonic() + 30
-        while not what(self.collect()):
-            assert time.monotonic() < end, self.report
-            time.sleep(0.005)
+        until(lambda: what(self.collect()))
         return self.report
 
     def offer(self, transfer: TransferId, blocks: list[int], final: bool = True) -> None:
@@ -97,6 +94,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Worker, Worker]]:
     yield p, d
     p.close()
     d.close()
+
+
+def hears_that_it_is_gone(agent: Agent) -> None:
+    """Wait until an agent knows that its only peer is gone: what it asks for before that is under way, and fails."""
+    until(lambda: not agent.links())
 
 
 def moves(p: Worker, d: Worker, number: int) -> bool:
@@ -158,6 +160,11 @@ def test_a_load_that_is_asked_of_a_sleeper_touches_no_memory(pair: tuple[Worker,
         assert not d.cleared and over(report)[str(transfer)].kind is FailureKind.CANCELLED
     d.wake()
     assert moves(p, d, 3) and d.cleared
+
+
+def test_another_rank_is_refused() -> None:
+    with PagedEngine() as p, pytest.raises(KvxferError, match=r"rank .*tp=0.*, not .*tp=1"):
+        p.worker.resume(SimpleNamespace(cache=Cache((), (), (), Rank(tp=1))))  # type: ignore[arg-type]
 
 
 def test_memory_that_is_still_touched_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,21 +143,6 @@ def test_those_that_could_run_wait_for_loads_that_come_one_after_the_other(d: Co
     assert len(d.waits("e")) == 2
 
 
-def test_those_that_could_run_wait_no_longer_than_anybody_does(d: Consumer) -> None:
-    """However many loads come one after the other."""
-    d.side.loads.step_wait.begin_step()
-    d.requests = 1  # it computes
-    names = [f"r{i}" for i in range(8)]
-    for name in names:
-        d.load(name)
-    looks = 0
-    for number, name in enumerate(names):
-        d.came, d.until = [result(name, number)], d.looks + 9
-        with mock.patch("kvxfer.engine.step_wait.STEP_S", 1.0):
-            looks += d.waits(name).count(LOOK_S)
-    assert looks == LOOKS
-
-
 @pytest.mark.parametrize(("ahead", "looks"), [(1, 0), (2, 2), (3, 2)])
 def test_those_that_could_run_do_not_wait_if_they_lose_more_than_the_loads_save(
     d: Consumer, ahead: int, looks: int, monkeypatch: pytest.MonkeyPatch
@@ -171,18 +156,6 @@ def test_those_that_could_run_do_not_wait_if_they_lose_more_than_the_loads_save(
     assert d.waits("a").count(LOOK_S) == looks
 
 
-def test_what_is_left_of_the_budget_is_waited_for_as_well(d: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight lose more than a load of 1 ms saves once 2 ms are over without news, and the operator has granted 5."""
-    monkeypatch.setattr(clock, "now", lambda: 0.0)
-    d.side.loads.paces.delivered(SOURCE, TOKENS, 0.001)
-    d.requests = 8
-    d.load("a")
-    waits = d.waits("a")
-    assert waits.count(LOOK_S) == 2 and sum(waits) == pytest.approx(Config().step_budget)
-    d.load("b")
-    assert d.waits("b") == [], "nothing is left in this step"
-
-
 def test_whoever_comes_ends_the_wait_and_a_long_load_has_no_other(d: Consumer) -> None:
     d.knows_a_long_one()
     d.load("a")
@@ -192,23 +165,6 @@ def test_whoever_comes_ends_the_wait_and_a_long_load_has_no_other(d: Consumer) -
     assert d.waits("a") == []
     d.arriving, d.requests = False, 2
     assert d.waits("a") == [], "it is there, and is to be computed"
-
-
-def test_another_engine_that_asks_ends_the_wait(d: Consumer) -> None:
-    d.knows_a_long_one()
-    d.load("a")
-    with mock.patch.object(d.side.directory, "inquiries", ["a question"]):
-        assert d.waits("a") == []
-    assert len(d.waits("a")) == LOOKS
-
-
-def test_a_load_that_is_here_ends_the_wait_for_another(d: Consumer) -> None:
-    d.knows_a_long_one()
-    d.load("a")
-    d.load("b")
-    d.came, d.until = [result("b", 1)], 3
-    assert len(d.waits("a")) == 3
-    assert d.side.loadable("b", 0) == TOKENS and d.side.is_prefetched("b")
 
 
 def test_beside_the_steps_a_load_that_ends_ends_the_wait(d: Consumer) -> None:
@@ -234,21 +190,6 @@ def test_a_load_that_fails_ends_the_wait_and_steps_go_on_until_one_has_reported_
     assert d.side.loads.wait_alone() and d.looks == 5
     assert d.side.report(ended("a", RANK, failure=why)).failed == {"a": why}
     assert not d.side.loads.wait_alone(), "there is nothing to wait for"
-
-
-def test_what_workers_must_hear_is_not_kept_from_them(d: Consumer) -> None:
-    d.side.loads.paces.failed(SOURCE)
-    for first, name in ((1, "a"), (3, "b")):
-        d.load(name)
-        d.moves(name, first)
-    d.side.step()
-    assert d.side.loads.wait_alone()
-    d.side.finished("a", BlockTable.of([[1, 2]]), False)
-    d.requests -= 1
-    assert d.side.step().commands.cancels
-    assert not d.side.loads.wait_alone()
-    d.side.step()
-    assert d.side.loads.wait_alone()
 
 
 def test_fetches_that_may_not_have_gone_ahead_are_not_kept_from_workers(d: Consumer) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvxfer.testing.engine import PagedEngine, PagedMemory
+from kvxfer.testing.engine import PagedEngine, PagedMemory, until
 
 BLOCK, CHUNK, PROMPT, HEADS, UNIT = 64, 10, 50, 4, 4
 MINE = 3
@@ -36,7 +35,6 @@ def stream(p: PagedEngine, d: PagedEngine, theirs: list[int], by_token: bool) ->
     """Have a prompt computed by chunk, the next one once this one is there if ``by_token``, and compare every byte."""
     ticket = p.ask("p", PROMPT)
     d.load("d", ticket, PROMPT, theirs)
-    until = time.monotonic() + 30
     kv = d.memory.content(ticket.digest, PROMPT).swapaxes(0, 1)
 
     def here(end: int) -> bool:
@@ -44,20 +42,16 @@ def stream(p: PagedEngine, d: PagedEngine, theirs: list[int], by_token: bool) ->
         rows = blocks.reshape(blocks.shape[0], -1, *blocks.shape[3:])
         return np.array_equal(rows[:, :end], kv[:, :end])
 
-    def listen() -> None:
-        d.step()
+    def listen(true: Callable[[], object]) -> None:
+        until(lambda: (d.step(), p.step()) and (d.failed or true()))
         assert not d.failed, d.failed
-        p.step()
 
     for start in range(0, PROMPT, CHUNK):
         p.run("p", ticket.digest, start, start + CHUNK, [MINE])
         p.step()
-        while by_token and not here(start + CHUNK) and time.monotonic() < until:
-            listen()
-        assert here(start + CHUNK) or not by_token
-    while not d.loaded and time.monotonic() < until:
-        listen()
-    assert d.loaded == {"d"}
+        if by_token:
+            listen(lambda end=start + CHUNK: here(end))  # type: ignore[misc]
+    listen(lambda: d.loaded == {"d"})
     d.verify()  # with the tokens beyond the prompt, which nobody may touch
 
 

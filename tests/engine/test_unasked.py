@@ -115,19 +115,6 @@ def test_what_has_failed_on_one_rank_is_cancelled_on_the_others(two: Two, quiet:
     assert not two.side.step().commands.cancels
 
 
-def test_it_is_not_when_the_engine_says_that_it_is_over(two: Two) -> None:
-    two.hear(ended(A, UNASKED))
-    two.side.confirm_load_ended("r")
-    two.side.finished("r", BlockTable.of([[1, 2]]), False)
-    two.hear(Report())
-    assert not two.declined and len(two.side) == 0
-
-
-def test_what_failed_before_it_is_quiet_is_declined_all_the_same(two: Two) -> None:
-    two.hear(ended(A, UNASKED, quiet=False), ended(B, UNASKED), ended(A, UNASKED))
-    assert two.declined == [Named(T, D)]
-
-
 @pytest.mark.parametrize("other", [UNASKED, ASKED], ids=["unasked", "asked"])
 def test_so_is_a_prefetch(other: Stages) -> None:
     board = Switchboard()
@@ -207,65 +194,6 @@ def test_the_producer_has_its_blocks_again_at_once(make: Callable[..., PagedEngi
     d.load("x", ticket, 8)
     assert d.until("x").failed["x"].kind is kind
     d.step()  # tells it
-    assert "x" in p.until("x").free
-
-
-def test_the_producer_s_log_sends_nobody_to_the_producer_s_log(
-    make: Callable[..., PagedEngine], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where the consumer has given up, the reason is in the consumer's."""
-    p, d = make(), make(facts=OTHER)
-    d.load("x", p.offer("x", 8), 8)
-    assert "x" in d.until("x").failed
-    d.step()
-    assert "x" in p.until("x").free
-    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("producer: ")]
-    assert "the consumer gave up before it could ask; look in the log of the engine that gave the request up" in line
-
-
-def test_an_offer_that_nobody_comes_for_says_where_to_look(make: Callable[..., PagedEngine]) -> None:
-    """Most likely no engine that loads was given the request; no transfer has taken long."""
-    p = make(lease=0.2)
-    ended: list[Ended] = []
-    p.worker._on_ended = ended.append
-    p.offer("x", 8)
-    assert "x" in p.until("x").free
-    (failure,) = [end.outcome.failure for end in ended]
-    assert failure is not None and failure.kind is FailureKind.UNFETCHED and "transfer_timeout" not in failure.advice
-    assert "not fetched within the lease" in failure.detail and "an engine that loads" in failure.advice
-    assert "no engine has asked for it" in failure.detail and ended[0].unclaimed
-
-
-def test_an_offer_that_somebody_waited_for_is_told_from_one_that_nobody_knew_of(
-    make: Callable[..., PagedEngine],
-) -> None:
-    p = make(lease=1.0)
-    ended: list[Ended] = []
-    p.worker._on_ended = ended.append
-    ticket = p.offer("x", 8)
-    p.worker.agent.renew(ticket.transfer)
-    assert "x" in p.until("x").free
-    (failure,) = [end.outcome.failure for end in ended]
-    assert failure is not None and "no engine has asked" not in failure.detail and not ended[0].unclaimed
-
-
-def test_lines_about_offers_that_nobody_asked_for_are_bounded(
-    make: Callable[..., PagedEngine], caplog: pytest.LogCaptureFixture
-) -> None:
-    p = make(lease=0.2)
-    for i in range(6):
-        p.offer(f"x{i}", 4)
-    p.until("x5")
-    assert len([record for record in caplog.records if "no engine has asked for it" in record.getMessage()]) == 1
-
-
-def test_a_client_that_leaves_while_the_link_is_made(make: Callable[..., PagedEngine]) -> None:
-    p, d = make(), make()
-    ticket = p.offer("x", 8)
-    d.load("x", ticket, 8)
-    d.finish("x", complete=False)
-    assert "x" in d.until("x").failed
-    d.step()
     assert "x" in p.until("x").free
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from kvxfer import BlockTable, Config, Group, KvxferError, Source, TransferId
 from kvxfer.engine import BlockPins, HeldPrefix, Inquiry, Prefix, PrefixIndex, ScheduleError, SchedulerSide, WorkerSide
 from kvxfer.schedule import ASK, LOAD, OFFERING
 from kvxfer.testing.engine import until
-from kvxfer.transitions import IllegalTransition, Transitions
+from kvxfer.transitions import Transitions
 from kvxfer.values import Rank
 from tests.engine.direct import Switchboard
 from tests.engine.small import FACTS, Agent, Lending, Wire
@@ -384,46 +383,3 @@ def walk(seed: int, direct: bool, calls: int) -> None:
     finally:
         for walker in pair:
             walker.side.close()
-
-
-BROKEN: dict[str, tuple[str, Callable[[SchedulerSide], object], object]] = {
-    "load": ("loads.arrived", lambda side: side.load("r", TransferId.routed("x"), b"x", side.source, 64), False),
-    "ask": ("_asks.ask", lambda side: side.ask("r", PROMPTS[0], [Source("127.0.0.1", 1, 1)], 64), False),
-    "offer": ("offers.arrived", lambda side: side.offer("r", TransferId.routed("x"), b"x", 64), False),
-    "loadable": ("loads.loadable", lambda side: side.loadable("r", 0), 0),
-    "admitted": ("_asks.admitted", lambda side: side.allocated("r", BlockTable.of([[]]), 0), None),
-    "preempted": ("loads.preempted", lambda side: side.preempted("r"), None),
-    "finished": ("loads.finished", lambda side: side.finished("r", BlockTable.of([[]]), False), False),
-}
-
-
-@pytest.mark.parametrize("call", BROKEN)
-def test_a_bug_in_what_follows_a_call_ends_that_request_only(
-    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, illegal_transitions: list[str]
-) -> None:
-    where, make, returned = BROKEN[call]
-    with mock.patch("kvxfer.engine.dispatch.SideChannel", Switchboard().scheduler):
-        side = SchedulerSide(CONFIG, "e", [Group(BLOCK)], 1, FACTS)
-    try:
-        for request in ("r", "other"):
-            if call not in ("ask", "offer", "load") or request == "other":
-                assert side.load(request, TransferId.routed(request), b"x", side.source, 64)
-        with monkeypatch.context() as broken:
-            broken.setattr(operator.attrgetter(where.rpartition(".")[0])(side), where.rpartition(".")[2], _refuses)
-            assert make(side) == returned
-            assert caplog.text.count("request r is computed here, because of a bug of kvxfer's") == 1
-            assert illegal_transitions == ["it never happens"]
-            if returned is None and call == "admitted":
-                with pytest.raises(ScheduleError, match="cannot be loaded"):
-                    side.allocated("r", BlockTable.of([[]]), 16)
-        illegal_transitions.clear()
-        assert side.loadable("r", 0) == 0 and side.loadable("other", 0) == 64
-        for request in ("r", "other"):
-            side.finished(request, BlockTable.of([[]]), False)
-        until(lambda: side.step() is not None and not len(side))
-    finally:
-        side.close()
-
-
-def _refuses(*given: object) -> None:
-    raise IllegalTransition("it never happens")

@@ -32,9 +32,9 @@ from kvxfer import (
 )
 from kvxfer.engine import BlockPins, Report, SchedulerSide, Step, WorkerChannel, WorkerSide
 from kvxfer.engine.renewals import Renewals
-from kvxfer.protocol.messages import Named, Renew
+from kvxfer.protocol.messages import Renew
 from kvxfer.schedule import FetchSchedule
-from kvxfer.testing.engine import FACTS, PagedEngine, PagedMemory
+from kvxfer.testing.engine import FACTS, PagedEngine, PagedMemory, until
 from tests.schedule.ends import Loading
 
 CONFIG = Config(backend="kvxfer.testing.fake:FakeTransport", transfer_timeout=20.0, lease=20.0)
@@ -98,44 +98,26 @@ def ticket(s: SchedulerSide) -> Ticket:
 
 SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     "a request is a number": (lambda s: offer(s, request=1), "request must be a str, not 1"),
-    "a request is none": (lambda s: s.preempted(None), "request must be a str, not None"),  # type: ignore[arg-type]
-    "a ticket of a number": (lambda s: s.ticket(5), "request must be a str"),  # type: ignore[arg-type]
     "offer a text": (lambda s: offer(s, transfer="x"), "transfer must be a kvxfer TransferId, not 'x'"),
-    "offer a digest of text": (lambda s: offer(s, digest="d"), "digest must be bytes, not 'd'"),
-    "offer an empty digest": (lambda s: offer(s, digest=b""), "digest must not be empty"),
     "offer tokens of text": (lambda s: offer(s, tokens="4"), "tokens must be an integer, not '4'"),
-    "offer tokens by halves": (lambda s: offer(s, tokens=4.0), "tokens must be an integer, not 4.0"),
-    "offer negative tokens": (lambda s: offer(s, tokens=-1), "tokens must be at least 0, not -1"),
     "an answer of a number": (lambda s: offer(s, answer=5), "answer must be a str, not 5"),
     "offer, and stop or not": (lambda s: offer(s, stops=None), "stops must be True or False"),
-    "load a text": (lambda s: load(s, transfer="x"), "transfer must be a kvxfer TransferId"),
     "load a ticket": (
         lambda s: load(s, transfer=ticket(s)),
         "transfer must be a kvxfer TransferId, not a kvxfer.ticket",
     ),
-    "load a digest of text": (lambda s: load(s, digest="d"), "digest must be bytes"),
     "load a long digest": (lambda s: load(s, digest=bytes(100)), "digest must have at most 64 bytes"),
     "load from an address": (lambda s: load(s, source="h:1"), "source must be a kvxfer Source, not 'h:1'"),
-    "load from nowhere": (lambda s: load(s, source=None), "source must be a kvxfer Source, not None"),
     "load tokens of text": (lambda s: load(s, tokens="4"), "tokens must be an integer"),
-    "load half a token": (lambda s: load(s, tokens=4.5), "tokens must be an integer"),
-    "load negative tokens": (lambda s: load(s, tokens=-3), "tokens must be at least 0"),
     "load other content under one name": (
         lambda s: s.load(loading(s), TransferId.mint(1, f"r{next(NAMES) - 1}"), b"other", s.source, 4),
         "and nothing else under that name",
     ),
     "load, offered or not": (lambda s: load(s, offered=None), "offered must be True or False"),
-    "load, begun or not": (lambda s: load(s, begun=None), "begun must be True or False"),
-    "enough is less than nothing": (lambda s: load(s, enough=-1), "enough must be at least 0"),
     "enough is more than all": (lambda s: load(s, enough=1000), "enough must be at most 4, not 1000"),
-    "enough is a text": (lambda s: load(s, enough="4"), "enough must be an integer, not '4'"),
-    "computed is a text": (lambda s: s.loadable(loading(s), "0"), "computed must be an integer"),  # type: ignore[arg-type]
     "computed is negative": (lambda s: s.loadable(loading(s), -1), "computed must be at least 0"),
     "prefetch behind nothing": (lambda s: s.prefetch(loading(s), -1), "computed must be at least 0"),
     "a list of blocks": (lambda s: allocated(s, [[1, 2]]), "table must be a kvxfer BlockTable, not a list"),
-    "count on nothing": (lambda s: allocated(s, external=None), "external must be an integer, not None"),
-    "count on a text": (lambda s: allocated(s, external="4"), "external must be an integer"),
-    "count on less than nothing": (lambda s: allocated(s, external=-4), "external must be at least 0"),
     "count on too much": (lambda s: allocated(s, external=5), "expects 5 tokens where 4 can be had"),
     "count on what is not loaded": (
         lambda s: s.allocated("x", TABLE, 4),
@@ -146,12 +128,7 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
         lambda s: allocated(s, BlockTable.of([[1, 2], [3]])),
         "one row for each .* 1 groups, not 2",
     ),
-    "load beyond the cache": (lambda s: allocated(s, BlockTable.of([[1, 99]])), r"table\[0\] must be ids below 16"),
     "runs in a list": (lambda s: runs(s, table=[[1, 2]]), "table must be a kvxfer BlockTable"),
-    "runs in nothing": (lambda s: runs(s, table=None), "table must be a kvxfer BlockTable, not None"),
-    "runs behind a text": (lambda s: runs(s, computed="0"), "computed must be an integer"),
-    "runs behind less than nothing": (lambda s: runs(s, computed=-1), "computed must be at least 0"),
-    "runs half a token": (lambda s: runs(s, scheduled=4.0), "scheduled must be an integer"),
     "runs in too few blocks": (
         lambda s: runs(s, table=BlockTable.of([[1]])),
         r"table\[0\] must list 2 blocks of 2 tokens",
@@ -162,69 +139,45 @@ SCHEDULER: dict[str, tuple[Callable[[SchedulerSide], Any], str]] = {
     ),
     "runs in one block twice": (lambda s: runs(s, table=BlockTable.of([[1, 1]])), "each block once, and block 1"),
     "runs beyond the cache": (lambda s: runs(s, table=BlockTable.of([[1, 99]])), r"table\[0\] must be ids below 16"),
-    "runs in two groups": (
-        lambda s: runs(s, table=BlockTable.of([[1, 2], [3]])),
-        "one row for each .* 1 groups, not 2",
-    ),
-    "ends in nothing": (lambda s: s.finished(offered(s), None, True), "table must be a kvxfer BlockTable"),  # type: ignore[arg-type]
     "ends in a list": (lambda s: s.finished(offered(s), [[1, 2]], True), "table must be a kvxfer BlockTable"),  # type: ignore[arg-type]
-    "ends well or not": (lambda s: s.finished(offered(s), TABLE, None), "complete must be True or False"),  # type: ignore[arg-type]
     "ends, and what there is is good or not": (
         lambda s: s.finished(offered(s), TABLE, False, good=None),  # type: ignore[arg-type]
         "good must be True or False",
     ),
-    "a load of a number is over": (lambda s: s.confirm_load_ended(5), "request must be a str"),  # type: ignore[arg-type]
     "stands still or not": (lambda s: s.stands_still(None), "whether must be True or False"),  # type: ignore[arg-type]
     "listen to a number": (lambda s: s.listen_to(5), "channels must be a mapping"),  # type: ignore[arg-type]
-    "listen to numbers": (lambda s: s.listen_to({1: 2}), "channels must be a kvxfer Rank, not 1"),  # type: ignore[dict-item]
     "listen to a rank's number": (
         lambda s: s.listen_to({Rank(): 2}),
         r"channels\[.*\] must be a kvxfer ChannelAddress",
     ),  # type: ignore[dict-item]
-    "begin with a text": (lambda s: s.directory.begins("x", DIGEST), "transfer must be a kvxfer TransferId"),  # type: ignore[arg-type]
     "reports of nothing": (lambda s: Report().merge(None), "later must be a kvxfer Report, not None"),  # type: ignore[arg-type]
-    "no report": (lambda s: s.report(None), "report must be a kvxfer Report, not None"),  # type: ignore[arg-type]
-    "a step as a report": (lambda s: s.report(Step()), "report must be a kvxfer Report"),  # type: ignore[arg-type]
-    "announce one": (lambda s: s.announce(s.directory), "descriptors must be a tuple of RankDescriptor"),  # type: ignore[arg-type]
     "identify as nothing": (lambda s: s.identify(None), "facts must be a mapping"),  # type: ignore[arg-type]
     "withdraw for no reason": (lambda s: s.withdraw_all(None), "reason must be a str"),  # type: ignore[arg-type]
     "tell a text": (lambda s: s.directory.tell(s.source, "x"), "message must be a notice, not 'x'"),  # type: ignore[arg-type]
-    "tell of a text": (lambda s: s.directory.tell(s.source, Renew(1, (Named("t", DIGEST),))), "transfer must be"),  # type: ignore[arg-type]
     "publish nothing": (lambda s: s.directory.publish(None), "ranks must be a tuple"),  # type: ignore[arg-type]
 }
 
 WORKER: dict[str, tuple[Callable[[WorkerSide], Any], str]] = {
     "begin nothing": (lambda w: w.begin(None), "step must be a kvxfer Step, not None"),  # type: ignore[arg-type]
     "a layer by its number": (lambda w: w.layer_done(Step(), 0), "layer must be a str, not 0"),  # type: ignore[arg-type]
-    "load a report": (lambda w: w.load(Report()), "step must be a kvxfer Step"),  # type: ignore[arg-type]
-    "after nothing": (lambda w: w.after_forward(None), "step must be a kvxfer Step"),  # type: ignore[arg-type]
-    "collect for a text": (lambda w: w.collect("x"), "timeout must be a number of seconds, not 'x'"),  # type: ignore[arg-type]
-    "collect for ever": (lambda w: w.collect(None), "timeout must be a number of seconds"),  # type: ignore[arg-type]
     "resume with nothing": (lambda w: w.resume(None), "agent must be a kvxfer Agent, not None"),  # type: ignore[arg-type]
     "no agent": (lambda w: WorkerSide(None), "agent must be a kvxfer Agent"),  # type: ignore[arg-type]
     "a second worker side": (lambda w: WorkerSide(w.agent), "agent must not have a worker side yet"),
     "a negative quarantine": (lambda w: WorkerSide(w.agent, quarantine=-1), "quarantine must be at least 0"),
-    "a quarantine of text": (lambda w: WorkerSide(w.agent, quarantine="x"), "quarantine must be an integer"),  # type: ignore[arg-type]
     "copies by a number": (lambda w: WorkerSide(w.agent, copy=5), "copy must be a function or None"),  # type: ignore[arg-type]
     "a channel of a number": (lambda w: WorkerSide(w.agent, channel=5), "channel must be a function or None"),  # type: ignore[arg-type]
-    "drain for a text": (lambda w: w.drain("x"), "timeout must be a number of seconds"),  # type: ignore[arg-type]
-    "tables by a number": (lambda w: WorkerSide(w.agent, table=5), "table must be a function or None"),  # type: ignore[arg-type]
 }
 
 MADE: dict[str, tuple[Callable[[], Any], str]] = {
     "no configuration": (lambda: made(config=None), "config must be a kvxfer Config"),
     "a name of a number": (lambda: made(engine=1), "engine must be a str"),
     "one group": (lambda: made(groups=Group(4)), "groups must be a tuple of Group, not a kvxfer.values.Group"),
-    "groups of numbers": (lambda: made(groups=[4]), r"groups\[0\] must be a kvxfer Group, not 4"),
     "no groups": (lambda: made(groups=[]), "groups must be at least 1"),
     "no ranks": (lambda: made(ranks=0), "ranks must be at least 1"),
-    "ranks of text": (lambda: made(ranks="2"), "ranks must be an integer"),
     "no facts": (lambda: made(facts=None), "facts must be a mapping"),
     "pins of a number": (lambda: made(pins=4), "pins must be a kvxfer BlockPins"),
-    "holds by a number": (lambda: made(holds=5), "holds must be a function or None, not 5"),
     "woken by a number": (lambda: made(wake=5), "wake must be a function or None, not 5"),
     "a negative limit": (lambda: BlockPins(-1), "limit must be at least 0"),
-    "a limit of text": (lambda: BlockPins("x"), "limit must be an integer"),  # type: ignore[arg-type]
     "no pool": (lambda: BlockPins(4, object()), "pool must be a kvxfer BlockPool, not a object"),  # type: ignore[arg-type]
 }
 
@@ -263,10 +216,7 @@ def honest(engines: tuple[PagedEngine, PagedEngine], amid: Callable[[PagedEngine
         assert d.scheduler.loadable(request, 0) == 4
         d.scheduler.allocated(request, tables[i], 4)
     names = {request for request, _ in requests}
-    until = time.monotonic() + 20.0
-    while not names <= d.loaded | d.failed.keys() and time.monotonic() < until:
-        d.step()
-        p.step()
+    until(lambda: (d.step(), p.step()) and names <= d.loaded | d.failed.keys())
     assert names <= d.loaded, d.failed
     assert np.array_equal(p.memory.read(used), d.memory.read(used))
     for request, _ in requests:
@@ -304,11 +254,7 @@ def test_a_worker_that_is_told_nonsense_reports_it_and_goes_on() -> None:
     assert "must be ids below 16" in str(d.failed[name])
     for each in (p, d):
         each.scheduler.finished(name, BlockTable.of([[]]), False)
-    until = time.monotonic() + 20.0
-    while (len(p.scheduler) or len(d.scheduler)) and time.monotonic() < until:
-        p.step()  # the offer is over, too: nothing is remembered of it
-        d.step()
-    assert len(p.scheduler) == len(d.scheduler) == len(d.worker) == 0
+    until(lambda: (p.step(), d.step()) and not len(p.scheduler) + len(d.scheduler) + len(d.worker))
     p.close()
     d.close()
 
@@ -334,9 +280,7 @@ def test_a_function_of_the_engine_s_that_fails_costs_its_own_load_only(function:
             p.scheduler.runs(f"of-{request}", 0, 4, table)
             d.scheduler.load(request, transfer, DIGEST, p.scheduler.source, 4)
             d.scheduler.allocated(request, table, d.scheduler.loadable(request, 0) or 0)
-        until = time.monotonic() + 20.0
-        while d.loaded | d.failed.keys() != set(requests) and time.monotonic() < until:
-            p.step(), d.step()
+        until(lambda: (p.step(), d.step()) and d.loaded | d.failed.keys() == set(requests))
         assert d.loaded == set(requests if function == "on_ended" else requests[1:])
         for failure in d.failed.values():
             assert "not ours" in str(failure) and (theirs or failure.kind is FailureKind.MISUSE)
@@ -355,10 +299,8 @@ def test_what_the_engine_fetches_with_the_agent_itself_costs_no_load_its_end() -
         d.worker.agent.cancel(Handle(own), "not needed")
         assert d.scheduler.load(request, transfer, DIGEST, p.scheduler.source, 4) and d.scheduler.loadable(request, 0)
         d.scheduler.allocated(request, TABLE, 4)
-        until = time.monotonic() + 20.0
-        while request not in d.loaded and time.monotonic() < until:
-            p.step(), d.step()
-        assert d.loaded == {request} and not d.failed
+        until(lambda: (p.step(), d.step()) and d.loaded == {request})
+        assert not d.failed
 
 
 def test_what_is_dropped_without_close_is_released_and_told() -> None:
@@ -374,18 +316,12 @@ def test_what_is_dropped_without_close_is_released_and_told() -> None:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    def so(true: Callable[[], bool]) -> None:
-        until = time.monotonic() + 20.0
-        while not true():
-            assert time.monotonic() < until
-            time.sleep(0.01)
-
     others, before = set(threading.enumerate()), descriptors()
     with pytest.warns(ResourceWarning, match="dropped without being closed") as told:
         use()
-        so(lambda: not gc.collect() and not set(threading.enumerate()) - others)
+        until(lambda: not gc.collect() and not set(threading.enumerate()) - others)
     assert {"a scheduler side", "an agent"} <= {str(one.message).partition(" was")[0] for one in told}
-    so(lambda: descriptors() <= before)
+    until(lambda: descriptors() <= before)
 
 
 def test_what_wakes_the_engine_may_fail(caplog: pytest.LogCaptureFixture) -> None:
@@ -413,11 +349,8 @@ def test_a_renewal_that_cannot_be_sent_ends_no_other() -> None:
         assert schedule.arrive(name, fresh()[1], DIGEST, source, 4)
         schedule.of(name).came_at = time.monotonic()  # type: ignore[union-attr]
     renewals.start()
-    until = time.monotonic() + 20.0
-    while len(told) < 3 and time.monotonic() < until:
-        time.sleep(0.005)
+    until(lambda: len(told) >= 3)
     renewals.close()
-    assert len(told) >= 3
 
 
 def test_what_is_closed_takes_nothing_up() -> None:

@@ -129,12 +129,6 @@ def held(schedule: Offers | OfferSchedule) -> frozenset[TransferId]:
     return frozenset(found.transfer for found in schedule if found.held)
 
 
-def offered(schedule: Offers, request: str) -> BlockTable:
-    """The blocks of a running request that other engines may be reading."""
-    found = schedule.run_by(request)
-    return schedule.schedule._nothing if found is None else found.blocks
-
-
 def total(schedule: Offers, request: str) -> int:
     """How many tokens a running request will offer; 0 if it is not tracked."""
     known = schedule.of(request)

@@ -38,15 +38,6 @@ def test_two_prompts_have_in_common_what_their_chains_do(start: list[int], a: li
     assert found == alike(one, other) // STEP * STEP
 
 
-@given(row=ROW, at=st.integers(0, 6 * STEP), data=st.data())
-def test_a_word_changed_in_the_middle_ends_it_there(row: list[int], at: int, data: st.DataObject) -> None:
-    if not row:
-        return
-    at %= len(row)
-    edited = [*row[:at], data.draw(st.integers(4, 9)), *row[at + 1 :]]
-    assert common(Prefix(row, model="m").chain(), Prefix(edited, model="m").chain()) == at // STEP * STEP
-
-
 @given(row=st.lists(TOKEN, min_size=STEP, max_size=3 * STEP))
 @pytest.mark.parametrize(
     "other", [{"model": "n"}, {"salt": "s"}, {"salt": ""}, {"lora": "a"}, {"embeds": b"e"}], ids=str
@@ -199,26 +190,6 @@ def _sparse(prefix: Prefix, chain: Chain) -> int:
     while (one := chain.digest(found + chain.step)) and one == prefix.digest(found + chain.step):
         found += chain.step
     return found
-
-
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda links: Chain(STEP, links[0] * 10),
-        lambda links: Chain(4 * STEP, links[0]),
-        lambda links: Chain(2 * STEP, links[0] + links[1]),
-        lambda links: Chain(STEP, links[0] + links[2] + links[1]),
-        lambda links: Chain(STEP, links[1] + links[2] + links[3]),
-        lambda links: Chain(STEP, bytes(2 * DIGEST) + links[2]),
-    ],
-    ids=["repeated", "a long step", "a longer step", "shuffled", "cut", "the last of three"],
-)
-def test_the_first_link_does_not_give_the_rest(forge: Any) -> None:
-    index: PrefixIndex[str] = PrefixIndex(1 << 20)
-    prefix = Prefix(range(10 * STEP), model="m")
-    index.add(prefix, "of a stranger")
-    found = index.find(forge(prefix.links))
-    assert found is None or found == KnownPrefix("of a stranger", STEP)
 
 
 def test_a_chain_with_fewer_links_is_found_by_them() -> None:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from kvxfer.identity import Source, TransferId
-from kvxfer.schedule import Cancel, DeclinedTransfer, FetchSchedule, ScheduleError
+from kvxfer.schedule import DeclinedTransfer, FetchSchedule, ScheduleError
 from kvxfer.values import BlockTable, Fetch, Group
-from tests.schedule.ends import Loading, loaded, preempt, waiting
+from tests.schedule.ends import Loading, loaded, waiting
 
 
 def table(*rows: Sequence[int]) -> BlockTable:
@@ -44,20 +44,6 @@ class TestWant:
         assert only_want(intake) == Fetch("r", T, DIGEST, PEER, table((5, 6, 7)), 0, 40, own, tail=True, number=0)
         assert not intake.commands()
 
-    def test_cached_prefix_is_left_alone(self) -> None:
-        """The predecessor overwrote blocks that other requests shared."""
-        intake = expecting(FULL, 40)
-        assert intake.matched("r", 16) == 24
-        intake.allocated("r", table([5, 6, 7]), 16, 24)
-        want = only_want(intake)
-        assert (want.blocks, want.start, want.tokens) == (table((-1, 6, 7)), 16, 40)
-
-    def test_prefix_that_ends_inside_a_block(self) -> None:
-        intake = expecting(FULL, 40)
-        intake.allocated("r", table([5, 6, 7]), 20, 20)
-        want = only_want(intake)
-        assert (want.blocks, want.start) == (table((-1, 6, 7)), 20)
-
     def test_fewer_tokens_than_promised(self) -> None:
         intake = expecting(FULL, 40)
         intake.allocated("r", table([5, 6, 7]), 16, 16)
@@ -90,92 +76,12 @@ class TestWant:
             intake.allocated("r", table([5, 6, 7]), 0, 41)
 
 
-class TestOnce:
-    def test_second_call_after_the_load_changes_nothing(self) -> None:
-        intake = expecting(FULL, 40)
-        intake.allocated("r", table([5, 6, 7]), 0, 40)
-        intake.commands()
-        loaded(intake, "r")
-        intake.allocated("r", table([5, 6, 7]), 39, 0)
-        assert not intake.commands() and not intake.declines()
-
-    def test_preempted_after_its_load_computes_the_tokens_here(self) -> None:
-        """The predecessor counted them as loaded, and used what the new blocks happened to hold."""
-        intake = expecting(FULL, 40)
-        intake.allocated("r", table([5, 6, 7]), 0, 40)
-        intake.commands()
-        loaded(intake, "r")
-        preempt(intake, "r")
-        assert intake.matched("r", 0) == 0
-        intake.allocated("r", table([8]), 0, 0)
-        assert not intake.commands() and not intake.declines()
-
-    def test_preempted_while_it_loads(self) -> None:
-        intake = expecting(FULL, 40)
-        intake.allocated("r", table([5, 6, 7]), 0, 40)
-        intake.commands()
-        preempt(intake, "r")
-        (cancel,) = intake.commands().cancels
-        assert cancel == Cancel(0, "the consumer preempted the request")
-        assert intake.matched("r", 0) == 0
-        intake.finish("r")
-        assert not intake.commands(), "cancelled once"
-        assert len(intake) == 1
-        loaded(intake, "r")
-        assert len(intake) == 0
-
-    def test_preempted_before_it_asked_may_still_load(self) -> None:
-        intake = expecting(FULL, 40)
-        preempt(intake, "r")
-        assert intake.matched("r", 0) == 40
-
-    def test_a_failed_load_is_not_tried_again(self) -> None:
-        intake = expecting(FULL, 40)
-        intake.allocated("r", table([5, 6, 7]), 0, 40)
-        assert intake.matched("r", 0) is None
-        loaded(intake, "r")
-        assert intake.matched("r", 0) == 0
-
-    def test_unknown_request_has_nothing_to_load(self) -> None:
-        intake = Loading(FetchSchedule(FULL))
-        assert intake.matched("x", 0) == 0
-        intake.allocated("x", table([5]), 0, 0)
-        loaded(intake, "x")
-        preempt(intake, "x")
-        intake.finish("x")
-        assert not intake.commands() and not intake.declines() and len(intake) == 0
-
-
 class TestSiblings:
-    def test_one_loads_and_the_others_wait_for_the_prefix_cache(self) -> None:
-        intake = expecting(FULL, 40, "r", "s")
-        assert intake.matched("s", 0) == 40
-        intake.allocated("r", table([5, 6, 7]), 0, 40)
-        assert intake.matched("s", 0) is None
-        loaded(intake, "r")
-        assert intake.matched("s", 32) == 0
-        intake.allocated("s", table([5, 6, 8]), 32, 0)
-        assert len(intake.commands().fetches) == 1
-        intake.finish("r")
-        intake.finish("s")
-        assert not intake.commands() and not intake.declines() and len(intake) == 0
-
     def test_loading_twice_is_refused(self) -> None:
         intake = expecting(FULL, 40, "r", "s")
         intake.allocated("r", table([5, 6, 7]), 0, 40)
         with pytest.raises(ScheduleError, match="expects 40 tokens where None"):
             intake.allocated("s", table([8, 9, 10]), 0, 40)
-
-    def test_the_loader_is_aborted(self) -> None:
-        intake = expecting(FULL, 40, "r", "s")
-        intake.allocated("r", table([5, 6, 7]), 0, 40)
-        intake.finish("r", "aborted")
-        commands = intake.commands()
-        assert commands.cancels == (Cancel(0, "aborted"),) and len(commands.fetches) == 1
-        assert intake.matched("s", 0) == 0
-        loaded(intake, "r")
-        intake.finish("s")
-        assert len(intake) == 0
 
     def test_the_first_is_aborted_before_it_asked(self) -> None:
         intake = expecting(FULL, 40, "r", "s")
@@ -214,11 +120,6 @@ class TestDecline:
         told.append(intake.declines())
         assert [len(declines) for declines in told] == [offered, not offered] and len(intake) == 0
 
-    def test_waiting_ends_with_the_want(self) -> None:
-        intake = expecting(FULL, 40)
-        intake.allocated("r", table([5, 6, 7]), 0, 40)
-        assert waiting(intake) == {}
-
 
 class TestNames:
     @pytest.mark.parametrize("other", [(b"e" * 16, PEER, 40), (DIGEST, Source("p", 1, 8), 40), (DIGEST, PEER, 41)])
@@ -235,15 +136,6 @@ class TestNames:
         with pytest.raises(ScheduleError, match="ext/t#0, not ext/u#0"):
             intake.arrive("r", U, DIGEST, PEER, 40)
 
-    def test_an_id_is_free_again_when_its_memory_is_quiet(self) -> None:
-        intake = expecting(FULL, 40)
-        intake.allocated("r", table([5, 6, 7]), 0, 40)
-        intake.finish("r")
-        assert not intake.arrive("s", T, DIGEST, PEER, 40)
-        loaded(intake, "r")
-        assert intake.arrive("s", T, DIGEST, PEER, 40)
-        assert intake.matched("s", 0) == 40
-
     def test_a_load_that_nobody_could_ask_for_is_declined_for_its_producer(self) -> None:
         intake = expecting(FULL, 40)
         intake.allocated("r", table([5, 6, 7]), 0, 40)
@@ -255,13 +147,3 @@ class TestNames:
         assert not intake.declines() and not intake.commands() and len(intake) == 0
         intake.unasked("r")
         assert not intake.declines(), "nothing is known of it"
-
-    def test_a_late_cancel_does_not_meet_the_next_load(self) -> None:
-        intake = expecting(FULL, 40)
-        intake.allocated("r", table([5, 6, 7]), 0, 40)
-        intake.commands()
-        intake.finish("r")
-        loaded(intake, "r")
-        intake.arrive("s", T, DIGEST, PEER, 40)
-        intake.allocated("s", table([5, 6, 7]), 0, 40)
-        assert only_want(intake).transfer == T

@@ -7,7 +7,7 @@ import pytest
 from kvxfer.identity import TransferId
 from kvxfer.schedule import OfferSchedule, Revoke, ScheduleError, StepCommands
 from kvxfer.values import BlockTable, Group, Offer
-from tests.schedule.ends import Offers, held, offered, released, total
+from tests.schedule.ends import Offers, held, released
 
 
 def table(*rows: Sequence[int]) -> BlockTable:
@@ -43,23 +43,6 @@ def only_revoke(tracker: Offers) -> Revoke:
 
 
 class TestChunks:
-    def test_whole_blocks_are_offered_as_they_are_computed(self) -> None:
-        tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 20, table([5, 6]))
-        first = only_offer(tracker)
-        assert first == Offer(T, DIGEST, first.generation, 16, table((5,)), False, handle="r")
-        tracker.step("r", 20, 20, table([5, 6, 7]))
-        assert only_offer(tracker) == Offer(T, DIGEST, first.generation, 40, table((5, 6, 7)), True, handle="r")
-
-    def test_chunk_that_needs_no_new_block(self) -> None:
-        """Crashed the predecessor: block 16, prompt 20, first chunk 17."""
-        tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 17, table([5, 6]))
-        assert only_offer(tracker).blocks == table((5,))
-        tracker.step("r", 17, 3, table([5, 6]))
-        last = only_offer(tracker)
-        assert (last.blocks, last.tokens, last.final) == (table((5, 6)), 20, True)
-
     def test_chunk_that_completes_no_block_offers_a_part_of_one(self) -> None:
         tracker = tracking(FULL, 40)
         tracker.step("r", 0, 15, table([5]))
@@ -73,22 +56,6 @@ class TestChunks:
         assert (offer := only_offer(tracker)).tokens == 33 and offer.blocks == table((5, 6, 7)) and not offer.final
         tracker.step("r", 33, 0, table([5, 6, 7]))
         assert tracker.commands() == StepCommands()
-
-    def test_prefix_cache_hit_counts_as_computed(self) -> None:
-        tracker = tracking(FULL, 64)
-        tracker.step("r", 32, 4, table([5, 6, 7]))
-        assert only_offer(tracker).blocks == table((5, 6))
-
-    def test_groups_of_different_block_sizes_advance_together(self) -> None:
-        tracker = tracking([Group(16), Group(24)], 100)
-        tracker.step("r", 0, 40, table([1, 2, 3], [4, 5]))
-        offer = only_offer(tracker)
-        assert (offer.tokens, offer.blocks) == (24, table((1, 2), (4,)))
-
-    def test_blocks_for_speculation_are_not_offered(self) -> None:
-        tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, table([5, 6, 7, 8]))
-        assert only_offer(tracker).blocks == table((5, 6))
 
     def test_a_block_that_is_not_there_is_not_offered(self) -> None:
         tracker = tracking(FULL, 40)
@@ -128,51 +95,12 @@ class TestChunks:
         assert tracker.finish("r", table([-1, 5, 6]), True)
         assert not tracker.commands()
 
-    def test_windows_alone_are_offered_once(self) -> None:
-        tracker = tracking([Group(16, "window", 16)], 40)
-        tracker.step("r", 0, 40, table([4, 5, 6]))
-        assert not tracker.commands()
-        assert tracker.finish("r", table([-1, 5, 6]), True)
-        assert only_offer(tracker).blocks == table((-1, 5, 6))
-
     def test_table_of_another_engine_is_refused(self) -> None:
         with pytest.raises(ScheduleError, match="1 groups in an engine that has 2"):
             tracking(MIXED, 40).step("r", 0, 16, table([1]))
 
 
 class TestFinish:
-    def test_blocks_are_held_until_released(self) -> None:
-        tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, table([5, 6]))
-        offer = only_offer(tracker)
-        assert tracker.finish("r", table([5, 6]), True)
-        assert not tracker.commands(), "all was offered before"
-        assert held(tracker) == {T} and len(tracker) == 1
-        assert released(tracker, T, offer.generation) == "r"
-        assert not held(tracker) and len(tracker) == 0
-        assert only_revoke(tracker) == Revoke(T, offer.generation, "all is read", True)
-        assert released(tracker, T, offer.generation) is None, "freed once"
-
-    def test_more_than_one_output_token(self) -> None:
-        """Crashed the predecessor: decoding steps of a request whose prefill was over."""
-        tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, table([5, 6]))
-        offer = only_offer(tracker)
-        assert offer.final and offer.tokens == 20
-        for computed in range(20, 40):
-            tracker.step("r", computed, 1, table([5, 6, 7][: computed // 16 + 1]))
-            assert not tracker.commands()
-        assert tracker.finish("r", table([5, 6, 7]), True)
-        assert not tracker.commands()
-
-    def test_final_table_is_cut_to_the_prompt(self) -> None:
-        tracker = tracking(MIXED, 20)
-        tracker.step("r", 0, 20, table([1, 2], [3, 4]))
-        tracker.step("r", 20, 30, table([1, 2, 5, 6], [-1, 4, 7, 8]))
-        tracker.commands()
-        assert tracker.finish("r", table([1, 2, 5, 6], [-1, -1, 7, 8]), True)
-        assert only_offer(tracker).blocks == table((1, 2), (-1, -1))
-
     def test_state_that_moved_on_is_not_offered(self) -> None:
         tracker = tracking(STATE, 20)
         tracker.step("r", 0, 20, table([1, 2], [3]))
@@ -183,12 +111,6 @@ class TestFinish:
         assert (revoke.generation, revoke.gone) == (generation, True)
         assert "holds 21 tokens instead of 20" in revoke.reason
         assert len(tracker) == 0
-
-    def test_state_that_did_not_is(self) -> None:
-        tracker = tracking(STATE, 20)
-        tracker.step("r", 0, 20, table([1, 2], [3]))
-        assert tracker.finish("r", table([1, 2], [3]), True)
-        assert only_offer(tracker).blocks == table((1, 2), (3,))
 
     def test_state_of_a_request_that_stops_is_offered_with_the_step(self) -> None:
         tracker = Offers(OfferSchedule(STATE))
@@ -228,95 +150,8 @@ class TestFinish:
         assert not tracker.finish("r", table([5, 6]), True)
         assert not tracker.commands()
 
-    def test_offers_that_cross_the_release_are_dropped(self) -> None:
-        tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 32, table([5, 6]))
-        generation = only_offer(tracker).generation
-        tracker.step("r", 32, 8, table([5, 6, 7]))
-        released(tracker, T, generation)
-        assert only_revoke(tracker).gone
-
-    @pytest.mark.parametrize("steps", [0, 1, 2])
-    def test_abort_at_every_point(self, steps: int) -> None:
-        tracker = tracking(FULL, 40)
-        for computed in range(0, 20 * steps, 20):
-            tracker.step("r", computed, 20, table([5, 6, 7]))
-            tracker.commands()
-        assert not tracker.finish("r", table([5, 6, 7]), False)
-        revoke = only_revoke(tracker)
-        assert revoke.gone and revoke.transfer == T
-        assert len(tracker) == 0
-
-    def test_abort_takes_back_what_was_not_yet_said(self) -> None:
-        tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, table([5, 6]))
-        tracker.finish("r", table([5, 6]), False)
-        assert only_revoke(tracker).gone
-
-    def test_normal_finish_without_its_prefill_is_not_offered(self) -> None:
-        tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 20, table([5, 6]))
-        tracker.commands()
-        assert not tracker.finish("r", table([5, 6, 7]), True)
-        assert "20 of 40 tokens" in only_revoke(tracker).reason
-
-    def test_unknown_requests_are_nobodys_business(self) -> None:
-        tracker = Offers(OfferSchedule(FULL))
-        tracker.step("x", 0, 20, table([5, 6]))
-        tracker.preempt("x")
-        tracker.withdraw(T, "why")
-        assert released(tracker, T, 1) is None
-        assert not tracker.finish("x", table([5, 6]), True)
-        assert not tracker.commands() and len(tracker) == 0
-
 
 class TestPreemption:
-    def test_revokes_and_starts_a_generation(self) -> None:
-        tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 17, table([5, 6]))
-        before = only_offer(tracker)
-        tracker.preempt("r")
-        revoke = only_revoke(tracker)
-        assert (revoke.generation, revoke.gone) == (before.generation, False)
-        tracker.step("r", 0, 17, table([8, 9]))
-        after = only_offer(tracker)
-        assert after.generation > before.generation and after.blocks == table((8,))
-        tracker.step("r", 17, 3, table([8, 9]))
-        assert only_offer(tracker).generation == after.generation
-
-    def test_resumed_behind_running_requests(self) -> None:
-        """Lost the KV of the predecessor's resumed requests: it stopped looking at the first running one."""
-        tracker = tracking(FULL, 40)
-        assert tracker.arrive("s", U, DIGEST, 40)
-        for request, blocks in (("r", [1, 2]), ("s", [3, 4])):
-            tracker.step(request, 0, 20, table(blocks))
-        tracker.commands()
-        tracker.preempt("s")
-        tracker.step("r", 20, 10, table([1, 2]))
-        tracker.commands()
-        tracker.step("r", 30, 10, table([1, 2, 5]))
-        tracker.step("s", 16, 20, table([3, 6, 7]))
-        offers = {offer.transfer: offer for offer in tracker.commands().offers}
-        assert offers[T].blocks == table((1, 2, 5))
-        assert offers[U].blocks == table((3, 6))
-
-    def test_in_the_step_that_resumes_it(self) -> None:
-        tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, table([5, 6]))
-        before = only_offer(tracker)
-        tracker.preempt("r")
-        tracker.step("r", 0, 20, table([5, 6]))
-        commands = tracker.commands()
-        assert [revoke.generation for revoke in commands.revokes] == [before.generation]
-        assert [offer.generation > before.generation for offer in commands.offers] == [True]
-
-    def test_before_anything_was_offered_is_silent(self) -> None:
-        tracker = tracking(FULL, 20)
-        tracker.preempt("r")
-        tracker.step("r", 0, 0, table([]))
-        tracker.preempt("r")
-        assert not tracker.commands()
-
     @pytest.mark.parametrize("blocks", [table([7, 6]), table([5])])
     def test_that_went_unseen_is_noticed_by_the_table(self, blocks: BlockTable) -> None:
         tracker = tracking(FULL, 48)
@@ -419,22 +254,6 @@ class TestNames:
         assert second.generation > first.generation
         assert tracker.finish("s", table([5, 7]), True) and released(tracker, T, second.generation) == "s"
 
-    def test_a_retry_is_told_from_what_it_retries(self) -> None:
-        """Reports and offers of the first request, which come late, must not pass for the second's."""
-        tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, table([5, 6]))
-        first = only_offer(tracker)
-        tracker.finish("r", table([5, 6]), False)
-        assert tracker.arrive("s", T, DIGEST, 20)
-        tracker.step("s", 0, 20, table([7, 8]))
-        commands = tracker.commands()
-        assert [revoke.generation for revoke in commands.revokes] == [first.generation]
-        (second,) = commands.offers
-        assert second.generation > first.generation
-        assert tracker.finish("s", table([7, 8]), True)
-        assert released(tracker, T, first.generation) is None
-        assert released(tracker, T, second.generation) == "s"
-
     def test_read_in_a_generation_that_was_revoked_since(self) -> None:
         """All ranks were done before the preemption: the transfer is over, though offered again, which others may be reading."""
         tracker = tracking(FULL, 20)
@@ -449,54 +268,9 @@ class TestNames:
         assert last.gone and last.generation > first.generation
         assert released(tracker, T, last.generation) == "r"
 
-    def test_nothing_to_offer(self) -> None:
-        tracker = Offers(OfferSchedule(FULL))
-        assert not tracker.arrive("r", T, DIGEST, 0)
-        assert len(tracker) == 0
-
     def test_two_transfers_of_one_request_are_a_bug(self) -> None:
         with pytest.raises(ScheduleError, match="ext/t#0, not ext/u#0"):
             tracking(FULL, 20).arrive("r", U, DIGEST, 20)
-
-
-class TestWithdraw:
-    def test_of_held_blocks_waits_for_the_readers(self) -> None:
-        tracker = tracking(FULL, 20)
-        tracker.step("r", 0, 20, table([5, 6]))
-        tracker.finish("r", table([5, 6]), True)
-        generation = only_offer(tracker).generation
-        tracker.withdraw(T, "its lease ran out")
-        assert only_revoke(tracker) == Revoke(T, generation, "its lease ran out", True)
-        tracker.withdraw(T, "again")
-        assert not tracker.commands()
-        assert held(tracker) == {T}
-        assert released(tracker, T, generation) == "r"
-        assert not tracker.commands(), "it is gone already"
-
-    def test_of_a_running_request_forgets_it(self) -> None:
-        tracker = tracking(FULL, 40)
-        tracker.withdraw(T, "the consumer gave it up")
-        assert only_revoke(tracker).gone
-        tracker.step("r", 0, 40, table([5, 6, 7]))
-        assert not tracker.finish("r", table([5, 6, 7]), True)
-        assert not tracker.commands() and len(tracker) == 0
-
-
-class TestWhatIsOffered:
-    def test_blocks_that_others_may_be_reading(self) -> None:
-        tracker = tracking(FULL, 40)
-        assert (offered(tracker, "r"), total(tracker, "r")) == (table(()), 40)
-        tracker.step("r", 0, 20, table([5, 6]))
-        assert offered(tracker, "r") == table((5,))
-        tracker.preempt("r")
-        assert offered(tracker, "r") == table(())
-
-    def test_none_of_a_request_that_is_over_or_was_never_tracked(self) -> None:
-        tracker = tracking(FULL, 40)
-        tracker.step("r", 0, 20, table([5, 6]))
-        tracker.finish("r", table([5, 6]), complete=False)
-        for request in ("r", "other"):
-            assert (offered(tracker, request), total(tracker, request)) == (table(()), 0)
 
 
 class TestConsumers:
