@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvxfer.data.policy import stager
 from kvxfer.geometry import Cache, Planner, route
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import LinkId, Move, PartRef
+from kvxfer.testing.engine import until
 from kvxfer.testing.fake import FakeTransport, Network
 from kvxfer.transport import Verb
 
@@ -62,14 +62,12 @@ class Alone:
 
     def wait(self, sort: type, count: int = 1, number: int | None = None) -> list[Any]:
         """The first results of a sort (of that attempt)."""
-        until = time.monotonic() + 30.0
-        while time.monotonic() < until:
-            of_sort = [r for r in self.results if isinstance(r, sort)]
-            found = [r for r in of_sort if number is None or r.number == number]
-            if len(found) >= count:
-                return found
-            time.sleep(0.002)
-        raise AssertionError(f"{count} x {sort.__name__} did not come: {self.results}")
+
+        def found() -> list[Any]:
+            return [r for r in self.results if isinstance(r, sort) and number in (None, getattr(r, "number", None))]
+
+        until(lambda: len(found()) >= count)
+        return found()
 
     def close(self) -> None:
         self.data.close(5.0)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
 import pytest
 
-from kvxfer.errors import TransportError
 from kvxfer.geometry import Region
 from kvxfer.memory import with_elastic
-from kvxfer.testing.fake import FakeTransport
-from kvxfer.transport import Verb
 from tests.conftest import require
 from tests.data.elastic_cache import LAYOUTS, KeepsPages
 from tests.data.elastic_engine import Setup, Two, two_here
-from tests.data.elastic_pages import PAGE, ElasticPages
 
 BACKENDS = [("zmq", False), ("tcp", False), ("cma", False), ("nixl", True)]
 """And whether they stage. ``ucx`` in ``tests/backends``: it has a process of its own."""
@@ -57,21 +52,6 @@ def test_between_two_processes(backend: str, staged: bool) -> None:
         assert engines.staged is staged
 
 
-@pytest.mark.parametrize("elastic", [(True, True), (True, False), (False, True)], ids=["both", "producer", "consumer"])
-def test_auto_takes_what_moves_it_straight(
-    room: Callable[..., Two], elastic: tuple[bool, bool], caplog: pytest.LogCaptureFixture
-) -> None:
-    """In host memory the cheapest that works here follows the pages, and the log says so."""
-    require("cma")
-    with caplog.at_level(logging.INFO, "kvxfer"):
-        engines = room("auto", elastic=elastic)
-        assert engines.move(40) == {"right": 40}
-    assert not engines.staged
-    assert engines.backends == {"cma"}
-    said = [r.getMessage() for r in caplog.records if "is elastic" in r.getMessage()]
-    assert len(said) == sum(elastic) and all(text.endswith("back end cma moves it straight") for text in said)
-
-
 @pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
 @pytest.mark.parametrize("elastic", [(True, False), (False, True)], ids=["producer", "consumer"])
 def test_either_side_has_it_staged(room: Callable[..., Two], verbs: list[str], elastic: tuple[bool, bool]) -> None:
@@ -87,15 +67,6 @@ def test_a_kept_registration_is_caught(room: Callable[..., Two], layouts: Any) -
     """What these tests are for: a back end that goes on with old pages delivers what was there before, with a success."""
     engines = room(f"{KeepsPages.__module__}:{KeepsPages.__name__}", layouts)
     assert engines.move(40)["wrong"]
-
-
-def test_back_ends_that_keep_pages_refuse_elastic_memory() -> None:
-    pages = ElasticPages(1, 0)
-    back_end = FakeTransport("a", {"elastic": False, "verbs": [Verb.READ]})
-    with pytest.raises(TransportError, match="cannot move elastic memory"):
-        back_end.register([Region(pages.address, PAGE, elastic=True)])
-    back_end.close()
-    pages.close()
 
 
 def test_what_an_operator_says_counts() -> None:

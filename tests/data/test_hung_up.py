@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from kvxfer.data.commands import Disconnect
+from kvxfer.data.commands import Disconnect, LinkBroken, Reset
 from kvxfer.failures import FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Move, Moved, PartRef
@@ -77,20 +78,20 @@ def test_parts_that_wait_for_their_turn_end_with_the_link(receiver: Receiver) ->
     assert EndsLater.polls - before < 8, "nothing is left to be waited for"
 
 
-class EndsNever(FakeTransport):
-    """The batches of a link that is closed do not end."""
+class Endless(FakeTransport):
+    """The batches of a link that is closed end only when the back end is closed."""
 
     def drop_link(self, number: int, link: LinkEnd) -> None:
         pass
 
 
-def test_a_part_that_its_back_end_does_not_end_ends_in_bounded_time_after_its_link() -> None:
-    hangs = Alone(lambda options: EndsNever("receiver", options), grace=0.2, verbs=["send", "recv"])
-    try:
-        hangs.connect(LINK, 1)
-        hangs.move(LINK, 1, Verb.RECV)
-        hangs.data.post(Disconnect(LINK))
-        (end,) = hangs.wait(Moved)
-        assert end.failure is not None
-    finally:
-        hangs.close()
+def test_a_batch_that_outlives_its_link_ends_in_bounded_time_and_does_not_cost_the_next_link() -> None:
+    """The next link was broken for it each time that it had been made, and its memory was never released."""
+    with closing(Alone(lambda options: Endless("receiver", options), verbs=["send", "recv"])) as side:
+        side.connect(LINK, 1)
+        side.move(LINK, 1, Verb.RECV)
+        side.data.post(Disconnect(LINK))
+        side.connect(LINK, 2)
+        (end,) = side.wait(Moved)
+        assert end.quiet and end.failure is not None
+        assert side.wait(Reset) and not [r for r in side.results if isinstance(r, LinkBroken)]

@@ -99,12 +99,6 @@ def test_full_notices_one_byte(engine, way, how):
     assert p.agents[0].stats().corrupt == d.agents[0].stats().corrupt == 1
 
 
-def test_full_notices_one_byte_over_sockets(engine):
-    p, d = engine(spoilt(None, "faults"), seed=1, integrity="full"), engine(spoilt(None, "faults"), integrity="full")
-    end, _ = move(p, d)
-    assert end.outcome.kind is FailureKind.CORRUPT, end
-
-
 class Slow(Checksum):
     """One that takes its time, as on a device. ``fails``: when it is asked whether it is done."""
 
@@ -158,15 +152,6 @@ def test_a_device_reads_by_itself_what_has_arrived(engine, device, way, corrupt)
     assert device.readers == ["kvxfer-hash" if written else "kvxfer-data"]
 
 
-@pytest.mark.parametrize("fails", ["prepare", "begin", "passed"])
-def test_where_that_fails_it_is_read_all_the_same(engine, device, fails):
-    device.fails = fails
-    p, d = engine(dict(WAYS["read"]), seed=1, integrity="full"), engine(dict(WAYS["read"]), integrity="full")
-    end, _ = move(p, d)
-    assert end.outcome.delivered and right(p, d)
-    assert device.readers[-1] == "kvxfer-hash"
-
-
 class Fragile(FakeTransport):
     """Fails, and can not be made again, once it is ``broken``."""
 
@@ -203,15 +188,6 @@ def test_what_is_being_read_is_given_back_though_the_back_end_is_gone(engine, de
     d.wait(Released)
 
 
-def test_off_does_not_look(engine):
-    """The control: without a check the same fault goes unnoticed, so that the tests above show what the check does."""
-    way = WAYS["read"]
-    p, d = engine(spoilt(way, "fake"), seed=1), engine(spoilt(way, "fake"))
-    end, _ = move(p, d)
-    assert end.outcome.delivered and not right(p, d)
-    assert p.agents[0].stats().corrupt == d.agents[0].stats().corrupt == 0
-
-
 @pytest.mark.parametrize(("one", "other"), [("off", "full"), ("full", "off"), ("sample", "full")])
 def test_the_stricter_side_has_its_way(engine, one, other):
     way = spoilt(WAYS["read"], "fake")
@@ -232,19 +208,6 @@ def test_a_sample_notices_what_concerns_all_bytes(engine, verbs):
     (end,) = d.wait(Ended)
     assert end.outcome.kind is FailureKind.CORRUPT, end
     d.wait(Released)
-
-
-def test_parts_in_any_number_add_up(engine):
-    """Each chunk is checked with the blocks that it adds; the last decides."""
-    for corrupt in (0.0, 1.0):
-        way = {"verbs": ["read"], "corrupt": corrupt}
-        p, d = engine(dict(way), seed=1, integrity="full"), engine(dict(way), integrity="full")
-        d.agents[0].fetch(fetch(p.source, [5, 2, 9], 12, transfer=T))
-        for n in (1, 2, 3):
-            p.agents[0].offer(offered([3, 1, 7][:n], 4 * n, transfer=T, final=n == 3))
-            time.sleep(0.02)
-        assert d.wait(Ended)[0].outcome.delivered is (corrupt == 0.0)
-        assert right(p, d) is (corrupt == 0.0)
 
 
 def test_the_next_transfer_succeeds(engine):

@@ -235,14 +235,6 @@ def test_names_without_end_on_one_address_and_key_keep_a_newcomer_waiting_for_a_
     assert max(beside(world, "takes nothing, and comes again under another name", 40, 1, 5.0)) < 0.5
 
 
-def test_a_slow_consumer_gets_all_that_it_asks_for_beside_greedy_ones(world: World) -> None:
-    """It takes too long for a new one while others wait, and has more time after that."""
-    for i in range(40):
-        world.greedy(f"greedy {i}", "", never, False)
-    world.pass_s(2.0)
-    assert world.newcomer(lambda n: 0.05) < 3.0
-
-
 def test_a_part_that_holds_two_slots_loses_both_at_once_and_is_told_once(world: World) -> None:
     told: list[Any] = []
     part = world.begin(Part(world, world.link("greedy", ""), 10, never, 1))

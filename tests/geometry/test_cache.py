@@ -32,12 +32,6 @@ def changed(view: int = 0, **fields: object) -> Cache:
     return msgspec.structs.replace(GOOD, views=tuple(views))
 
 
-def test_a_sound_description_passes() -> None:
-    GOOD.check()
-    assert GOOD.starts == (0, 8192)
-    Cache((), (), ()).check()
-
-
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -112,32 +106,6 @@ def test_the_largest_caches_pass_soon(order: str) -> None:
     """Whatever their layout, and however many pieces a block holds."""
     for cache in (wide(order, 80, 128, 256), wide(order, 126, 8, 2048), wide(order, 126, 128, 16)):
         assert calls(cache.check) < FEW
-
-
-def test_many_planes_of_many_shapes_pass_soon() -> None:
-    """A model of 100 layers, no two of which have the same strides."""
-    views = []
-    for i in range(100):
-        heads, tokens = 8, 16
-        for plane in range(3):
-            step = (64 + i) * heads * tokens
-            at = (3 * i + plane) * step * 1000
-            views.append(
-                View(
-                    f"p{plane}",
-                    0,
-                    (f"l{i}",),
-                    (at,),
-                    1000,
-                    step,
-                    64,
-                    "x",
-                    Heads(0, heads, heads, 64 + i),
-                    (64 + i) * heads,
-                )
-            )
-    cache = Cache((Region(0, 1 << 50),), (Group(16),), tuple(views))
-    assert calls(cache.check) < FEW
 
 
 def layered(n: int) -> tuple[str, ...]:
@@ -230,11 +198,6 @@ def test_no_description_costs_much(what: str) -> None:
 def test_what_is_larger_than_any_engine_is_refused(cache: Cache, what: str) -> None:
     with pytest.raises(ValueError, match=f"{what}.* are more than"):
         cache.check()
-
-
-def test_groups_may_overlay_each_other() -> None:
-    over = changed(1, offsets=(0,))
-    over.check()
 
 
 @settings(max_examples=60, deadline=None)

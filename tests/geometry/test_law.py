@@ -182,20 +182,6 @@ def test_pieces_are_exactly_the_whole(case: Case, limit: int, share: float) -> N
 
 
 @LAW
-@given(cases(), st.data())
-def test_parts_of_a_transfer_add_up_to_the_whole(case: Case, data: st.DataObject) -> None:
-    """Moving [start, middle) and then [middle, tokens) moves what [start, tokens) does, for groups that stream."""
-    if any(s.kind.group != "full" or not s.kind.cut_tokens for s in case.specs):
-        return
-    middle = data.draw(st.integers(case.start, case.tokens))
-    for p, c, assignments in links(case):
-        planner = Planner(case.producer.stores[p].cache, case.consumer.stores[c].cache, assignments)
-        tables = case.producer.tables, case.consumer.tables
-        first, second = planner.plan(*tables, case.start, middle), planner.plan(*tables, middle, case.tokens)
-        assert mapping(first + second) == mapping(planner.plan(*tables, case.start, case.tokens))
-
-
-@LAW
 @given(cases(), st.data(), st.booleans())
 def test_a_transfer_may_be_cut_wherever_its_planner_says(case: Case, data: st.DataObject, tail: bool) -> None:
     """Whatever is in the caches: planes that no token cuts, windows and states as well, which go with the last part.

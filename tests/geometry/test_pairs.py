@@ -62,14 +62,3 @@ def test_any_layout_into_any_layout(kind: Kind, src: str) -> None:
                 (spec,), engine(spec, src, a, tp[0], tokens, 1), engine(spec, dst, b, tp[1], tokens, 9), start, tokens
             )
             check(case, limit=(7, 10**9, 40, 200)[i])
-
-
-def test_whole_pages_are_one_row() -> None:
-    """What is contiguous on both sides is merged in the pattern already, not only when runs are made."""
-    spec = Spec(KINDS[0], ("l0", "l1", "l2"), (6, 6), 2)
-    rows = {}
-    for layout in ("hnd", "nhd", "fi", "fa", "blhnc", "bhlnc", "lhbnc"):
-        sides = [engine(spec, layout, 4, 1, 16, seed).stores[Rank()].cache for seed in (1, 2)]
-        planner = Planner(*sides, route(sides[:1], sides[1:])[Rank()].assignments[Rank()])
-        rows[layout] = planner.plan([[1, 3, 5, 7]], [[2, 4, 6, 8]], 0, 16).rows // 4
-    assert rows == {"hnd": 3, "nhd": 3, "fi": 3, "fa": 6, "blhnc": 1, "bhlnc": 1, "lhbnc": 6}

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvxfer.geometry import Cache, CopyPlan, Group, Heads, PlanError, Planner, Rank, Region, View, route
-from kvxfer.geometry.segments import cut_tokens
 from tests.geometry.layouts import KINDS, Kind, Spec, Store, build
 
 ATTENTION, WINDOW, MLA, CPU, FUSED, STATE = KINDS
@@ -62,14 +61,6 @@ def test_the_last_block_goes_whole_where_that_is_fewer_rows(
         assert np.array_equal(one.count, other.count) and np.array_equal(one.token, other.token)
 
 
-def test_the_last_block_of_a_window_goes_whole_as_well_and_one_of_another_size_does_not() -> None:
-    src, dst, longer = (store("blhnc", n, kind=WINDOW, window=9) for n in (4, 4, 8))
-    table = [[-1, 5, 2, 7]]
-    assert planner(src, dst).plan(table, [[-1, 3, 8, 1]], 0, 15, True).rows == 3
-    other = planner(longer, dst).plan([[5, 2]], [[-1, 3, 8, 1]], 0, 15, True)
-    assert other.rows == planner(longer, dst).plan([[5, 2]], [[-1, 3, 8, 1]], 0, 15).rows
-
-
 def test_a_long_block_is_not_moved_in_vain() -> None:
     """One token of 4,096 is wanted: the other bytes would take longer than the rows that are saved."""
 
@@ -99,24 +90,6 @@ def test_many_runs_keep_the_order_of_stretches() -> None:
     assert set(zip(runs.src.tolist(), runs.dst.tolist(), runs.length.tolist(), strict=True)) == want
 
 
-def test_many_blocks_that_are_handed_out_backwards_join_as_well() -> None:
-    """As by a pool that frees the last block of a request first, on both sides."""
-    spec = Spec(ATTENTION, tuple(f"l{i}" for i in range(40)), (6, 6), 4)
-    src, dst = (build(Rank(), 1, (spec,), (spec.layers,), ("lhbnc",), (8,), BLOCKS, 3) for _ in range(2))
-    blocks = list(range(30))
-    up, down = (plan(src, dst, some, [b + 5 for b in some], 0, 240) for some in (blocks, blocks[::-1]))
-    assert down.rows == up.rows > 4096
-    assert len(down.runs()) == len(up.runs()) == up.rows // 30
-    assert down.runs().nbytes == down.nbytes
-
-
-def test_a_plan_is_no_larger_than_its_blocks_and_template() -> None:
-    made = plan(store("nhd"), store("hnd"), list(range(40)), list(range(40))[::-1], 0, 160)
-    (strided,) = made.copies
-    assert len(strided.counts) == 40 and len(strided.pattern) == 3 * 2 * 4
-    assert made.rows == 40 * 24 == len(made.runs())
-
-
 @pytest.mark.parametrize(
     ("a", "b", "start", "tokens", "words"),
     [
@@ -140,21 +113,6 @@ def test_a_missing_table_is_refused() -> None:
     for tables in (([], [[1]]), ([[1]], [])):
         with pytest.raises(PlanError, match="no block table"):
             p.plan(*tables, 0, 4)
-
-
-def test_a_source_block_may_serve_two_positions_but_unwanted_ones_need_none() -> None:
-    src, dst = store("hnd"), store("nhd")
-    assert plan(src, dst, [1, 1], [1, 2], 0, 8).nbytes == 8 * 72
-    assert plan(src, dst, [1, -1], [1, -1], 0, 8).nbytes == 4 * 72
-    assert plan(src, dst, [], [-1, -1], 0, 8).nbytes == 0
-    assert plan(src, dst, [1], [2], 4, 4).nbytes == 0
-
-
-def test_a_prefix_that_cuts_blocks_is_skipped_to_the_token() -> None:
-    made = plan(store("nhd", 4), store("nhd", 6), [5, 6, 7], [1, 2], 5, 12)
-    assert made.nbytes == 7 * 72
-    runs = made.runs()
-    assert (int(runs.src[0]), int(runs.dst[0])) == (6 * 96 + 24, 1 * 144 + 5 * 24)
 
 
 def test_opaque_tokens_are_moved_whole_and_never_cut() -> None:
@@ -191,27 +149,6 @@ def test_no_block_of_a_window_comes_by_half() -> None:
     )
 
 
-def test_states_are_moved_that_stand_after_the_tokens() -> None:
-    src, dst = store("mamba", kind=STATE), store("mamba outer", kind=STATE)
-    moved = {
-        start: sorted({int(p.dst_at[0]) for p in made.logical})
-        for start in range(9)
-        if (made := plan(src, dst, [1, 2, 3], [4, 5, 6], start, 9)).logical
-    }
-    state = 2 * 6 * 3  # a block of the consumer: both planes of three layers
-    assert moved == {s: [(4 + s // 4) * state] for s in range(9)}
-    assert plan(src, dst, [1, 2, 3], [4, 5, 6], 9, 9).nbytes == 0
-    # Only the last state is wanted; where it stands follows from the tokens, not from the end of the table.
-    assert plan(src, dst, [-1, -1, 3], [-1, -1, 6, -1], 0, 9).nbytes == state
-
-
-def test_one_state_for_the_whole_request_pairs_with_any_block_size() -> None:
-    src, dst = store("mamba", 100, kind=STATE), store("mamba", 64, kind=STATE)
-    assert plan(src, dst, [3], [5], 0, 30).nbytes == 36
-    with pytest.raises(PlanError, match="no block for token 64"):
-        plan(src, dst, [3], [5, 6], 0, 70)
-
-
 def test_large_blocks_keep_templates_small() -> None:
     """Tokens that do not follow each other cost rows: segments are cut, not patterns grown."""
     layers = tuple(f"l{i}" for i in range(64))
@@ -229,19 +166,3 @@ def test_large_blocks_keep_templates_small() -> None:
     assert made.nbytes == 2000 * 64 * 128
     assert max(len(s.pattern) for s in made.copies) <= 1 << 16
     assert max(len(s.counts) for s in made.copies) <= 2048 // 32
-
-
-def test_pieces_must_hold_something() -> None:
-    made = plan(store("hnd"), store("nhd"), [1], [1], 0, 4)
-    with pytest.raises(ValueError, match="pieces of 0 bytes"):
-        list(made.split(0))
-
-
-def test_short_spans_are_cut_once_and_nobody_can_change_the_cut() -> None:
-    short, long = ((0, 64 * n, 16, 16, 0, 1 << 62) for n in (1, 1000))
-    assert cut_tokens(*short) is cut_tokens(*short)
-    assert cut_tokens(*long) is not cut_tokens(*long), "what is kept is bounded"
-    cut = cut_tokens(*short)
-    for column in (cut.token, cut.count, cut.src_pos, cut.dst_pos, cut.src_token, cut.dst_token):
-        with pytest.raises(ValueError, match="read-only"):
-            column[0] = 1

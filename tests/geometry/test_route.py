@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from kvxfer.geometry import Cache, Group, Heads, Incompatible, Planner, Rank, Region, ShardAssignment, View, route
+from kvxfer.geometry import Cache, Group, Heads, Planner, Rank, Region, View, route
 from kvxfer.geometry.assignment import head_range
 from tests.geometry.engines import Case, cases
 from tests.geometry.layouts import MOST, dealt
@@ -61,38 +61,11 @@ def test_links(producer: list[Cache], consumer: list[Cache], want: dict) -> None
     assert sources(producer[::-1], consumer[::-1]) == want, "the order of the arguments must not matter"
 
 
-def test_replicas_are_read_once_and_readers_spread_over_stages() -> None:
-    """MLA, two stages of four replicas, eight consumers: every replica serves two."""
-    routes = route(ranks(4, (4, 4), None), ranks(8, (8,), None))
-    load = Counter(p for r in routes.values() for p, assignments in r.assignments.items() if assignments)
-    assert load == {Rank(pp, tp): 2 for pp in (0, 1) for tp in range(4)}
-    assert all(len(r.assignments) == 2 for r in routes.values())
-
-
 def test_a_producer_that_nobody_needs_has_one_reader_with_nothing_to_read() -> None:
     routes = route(ranks(4, heads=None), ranks(2, heads=None))
     assert [sorted(r.assignments) for r in routes.values()] == [[Rank(0, 0), Rank(0, 2)], [Rank(0, 1), Rank(0, 3)]]
     assert all(routes[Rank(0, i)].assignments[Rank(0, i + 2)] == () for i in (0, 1))
     assert all(n == 1 for r in routes.values() for n in r.readers.values())
-
-
-def test_readers_are_counted() -> None:
-    routes = route(ranks(1), ranks(4))
-    assert {n for r in routes.values() for n in r.readers.values()} == {4}
-
-
-def test_heads_that_overlap_unevenly_are_claimed_in_stretches() -> None:
-    """Ranks of heads [2, 4), [0, 6): the second gives what is left on both sides of the first."""
-
-    def cache(rank: int, lo: int, hi: int) -> Cache:
-        view = View("k", 0, ("l0",), (0,), 2, 2048, 16, "x", Heads(lo, hi - lo, 6, 64), 1024)
-        return Cache((Region(0, 4096),), (Group(2),), (view,), Rank(0, rank))
-
-    assignments = route([cache(0, 2, 4), cache(1, 0, 6)], [cache(0, 0, 6)])[Rank()].assignments
-    assert assignments == {
-        Rank(0, 0): (ShardAssignment(0, 0, ("l0",), 2, 4),),
-        Rank(0, 1): (ShardAssignment(0, 0, ("l0",), 0, 2), ShardAssignment(0, 0, ("l0",), 4, 6)),
-    }
 
 
 @settings(max_examples=100, deadline=None)
@@ -162,10 +135,3 @@ def test_a_draft_model_is_moved_if_both_have_it(of: int, to: int) -> None:
     assert drafts_moved(with_draft(ranks(of)), ranks(to)) == set()
     assert drafts_moved(with_draft(ranks(of), encoding="another"), with_draft(ranks(to))) == set()
     assert drafts_moved(with_draft(ranks(of), unit=8), with_draft(ranks(to))) == set()
-
-
-def test_a_layer_that_a_model_must_have_is_refused_by_name() -> None:
-    (cache,) = ranks(1)
-    views = tuple(msgspec.structs.replace(v, layers=v.layers[:-1], offsets=v.offsets[:-1]) for v in cache.views)
-    with pytest.raises(Incompatible, match="no rank of the producer holds layer 'l7'"):
-        route([msgspec.structs.replace(cache, views=views)], ranks(1))

@@ -84,28 +84,6 @@ def engine(ranks: int, span: int = 1, replicas: int = 1, **more: Any) -> list[Ca
     ]
 
 
-@pytest.mark.parametrize(
-    ("producer", "consumer", "links"),
-    [
-        (engine(1), engine(2), {0: [0], 1: [0]}),
-        (engine(2), engine(1), {0: [0, 1]}),
-        (engine(2), engine(2), {0: [0], 1: [1]}),
-        (engine(2), engine(4), {0: [0], 1: [1], 2: [0], 3: [1]}),
-        (engine(4), engine(2), {0: [0, 2], 1: [1, 3]}),
-        (engine(2), engine(3), {0: [0, 1], 1: [0, 1], 2: [0, 1]}),
-        # Two replicas of each turn: readers spread over them.
-        (engine(2, replicas=2), engine(1, replicas=2), {0: [0, 1], 1: [2, 3]}),
-        (engine(1), engine(2, replicas=2), {i: [0] for i in range(4)}),
-        # TokenTurns of one token, and of two.
-        (engine(2, 1), engine(2, 2), {0: [0, 1], 1: [0, 1]}),
-    ],
-)
-def test_links(producer: list[Cache], consumer: list[Cache], links: dict[int, list[int]]) -> None:
-    found = route(producer, consumer)
-    read = {c.tp: sorted(p.tp for p, of in r.assignments.items() if of) for c, r in found.items()}
-    assert read == links
-
-
 def test_pages_that_are_not_cut_go_to_the_same_turns_only() -> None:
     found = route(engine(2, token=None), engine(2, token=None))
     assert {c.tp: [p.tp for p in r.assignments] for c, r in found.items()} == {0: [0], 1: [1]}
@@ -146,31 +124,6 @@ def test_descriptions_that_are_impossible_are_refused(group: Group, held: TokenT
     wrong = msgspec.structs.replace(one, groups=(group,), views=(msgspec.structs.replace(one.views[0], turns=held),))
     with pytest.raises(ArgumentError, match=why):
         wrong.check()
-
-
-@pytest.mark.parametrize("wrong", [(-1, 2, 1), (2, 2, 1), (0, 0, 1), (0, 2, 0), (0, 2.0, 1)])
-def test_turns_that_are_none_are_refused(wrong: tuple[Any, ...]) -> None:
-    with pytest.raises(ArgumentError):
-        TokenTurns(*wrong)
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("span", [1, 16])
-def test_a_long_prompt_takes_few_segments(ranks: int, span: int) -> None:
-    """Single tokens in turn are no more pieces than blocks are; longer turns are one piece each."""
-    source, sink = cache(0, None, 64), cache(0, TokenTurns(1, ranks, span), 64 * ranks)
-    (found,) = (
-        Planner(source, sink, of) for of in route([source], [sink, *others(ranks, span)])[Rank()].assignments.values()
-    )
-    tokens = 64 * 32
-    made = found.plan([np.arange(32)], [np.arange(32 // ranks)], 0, tokens)
-    assert made.nbytes == tokens // ranks * 4 * 2
-    assert sum(len(s.counts) for s in made.copies) <= max(32, tokens // ranks // span)
-
-
-def others(ranks: int, span: int) -> list[Cache]:
-    turns_of_others = [i for i in range(ranks) if i != 1]
-    return [cache(1 + i, TokenTurns(t, ranks, span), 64 * ranks) for i, t in enumerate(turns_of_others)]
 
 
 def test_a_cache_of_tensors_says_whose_turn_it_is() -> None:

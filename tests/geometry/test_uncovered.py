@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.geometry import Cache, Group, Heads, Region, View, uncovered
+from kvxfer.geometry import uncovered
 from tests.geometry.engines import BLOCKS, Case, Ints, cases
 from tests.geometry.layouts import Bytes, Store
 from tests.geometry.test_law import LAW
@@ -67,39 +67,3 @@ def test_the_plan_and_the_rest_are_all_that_the_blocks_hold(case: Case, data: st
         )
         assert not (held & (1 - zeroed) & (1 - written)).any(), "something is left as it was"
         assert not (zeroed & written & (1 - past)).any(), "something is cleared that is loaded and attended to"
-
-
-def one(kind: str = "full", window: int = 0, *, opaque: bool = False) -> Cache:
-    """Two layers of 8 blocks of 4 tokens, 2 heads, units of 2 bytes; token-major."""
-    group = Group(4, kind, window)  # type: ignore[arg-type]
-    view = View(
-        "kv",
-        0,
-        ("a", "b"),
-        (0, 128),
-        8,
-        16,
-        8 if opaque else 2,
-        "x",
-        Heads(0, 2, 2, 8 if opaque else 2),
-        None if opaque else 4,
-    )
-    return Cache((Region(1 << 20, 256),), (group,), (view,))
-
-
-def test_blocks_that_follow_each_other_are_one_hole() -> None:
-    """Where kernels use smaller blocks than the scheduler, its last one is many of theirs."""
-    (hole,) = uncovered(one(), [[0, 3, 4, 5]], 0, 4)
-    assert hole.places == (48, 128 + 48) and (3, 16) in hole.axes
-
-
-def test_opaque_blocks_come_whole() -> None:
-    assert uncovered(one(opaque=True), [[5, 2]], 0, 6) == []
-    (hole,) = uncovered(one(opaque=True), [[5, 2, 7]], 0, 6)
-    assert hole.places == (7 * 16, 128 + 7 * 16) and hole.unit == 8
-
-
-def test_a_window_s_first_block_may_come_in_part() -> None:
-    first, last = uncovered(one("window", 3), [[-1, 2, 4]], 0, 9)  # 7 and 8 are attended to, 4 to 6 may be gone
-    assert first.places[0] == 2 * 16 and (3, 4) in first.axes
-    assert last.places[0] == 4 * 16 + 4 and (3, 4) in last.axes

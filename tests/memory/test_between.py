@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.control.agent import Agent
 from kvxfer.identity import TransferId
 from kvxfer.memory import allocate, registry
 from kvxfer.testing.spaces.layouts import LAYOUTS, Held, hold_cache, layout_pairs, plan_between
@@ -102,12 +101,3 @@ def test_some_layouts_by_others(backend: str, memories: tuple[str, str]) -> None
 @pytest.mark.parametrize("backend", ["tcp", "nixl"])
 def test_all_layouts_with_a_gpu(backend: str, memories: tuple[str, str]) -> None:
     moves(backend, memories, layout_pairs()[:: 1 if backend == "tcp" else 7])
-
-
-def test_a_cache_on_an_unknown_device_is_refused_with_what_to_do() -> None:
-    from kvxfer.errors import ArgumentError
-    from kvxfer.geometry import Cache, Group, Region, View
-
-    view = View("kv", 0, ("0",), (0,), 4, 64, 64, "x")
-    with pytest.raises(ArgumentError, match=r"'abacus' is not known.*Install the distribution"):
-        Agent(Cache((Region(4096, 256, "abacus:0"),), (Group(4),), (view,)), Config(backend="tcp"))

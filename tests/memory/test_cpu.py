@@ -48,22 +48,6 @@ def test_packed_then_unpacked_is_moved(case: Case, at: int) -> None:
         assert np.array_equal(case.consumer.stores[c].image, image)
 
 
-@LAW
-@given(cases(), st.integers(1, 300))
-def test_pieces_pass_through_one_slot(case: Case, slot: int) -> None:
-    case.fill()
-    after = {c: case.expect(s)[0] for c, s in case.consumer.stores.items()}
-    staged = filled(slot)
-    for p, c, assignments in links(case):
-        source = memory.space(case.producer.stores[p].cache.regions)
-        sink = memory.space(case.consumer.stores[c].cache.regions)
-        for piece in plan(case, p, c, assignments).split(slot):
-            source.pack(piece, staged)
-            sink.unpack(piece, staged)
-    for c, image in after.items():
-        assert np.array_equal(case.consumer.stores[c].image, image)
-
-
 def scattered(blocks: int, rows: int, unit: int, count: int, seed: int = 0) -> CopyPlan:
     """``count`` of ``blocks`` blocks of ``rows`` rows, in any order on both sides, rows swapped end for end."""
     rng = np.random.default_rng(seed)
@@ -109,16 +93,6 @@ def test_a_plan_that_leaves_the_memory_is_refused_wherever_it_does() -> None:
             cache.pack(good, staged, at)
 
 
-def test_an_error_in_another_thread_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    made = scattered(90, 1 << 10, 128, 64)
-    (strided,) = made.copies
-    strided.src_at[-1] = 1 << 40
-    cache, staged = filled(90 * 128 << 10), filled(made.nbytes)
-    with pytest.raises((ValueError, TypeError)):
-        cache.pack(made, staged)
-
-
 class Unpassed:
     event = None
 
@@ -134,19 +108,6 @@ def test_host_memory_does_not_wait_for_fences() -> None:
         with pytest.raises(ValueError, match="cannot wait for a fence"):
             call(made, staged, 0, Unpassed())
     assert memory.fence("cpu").passed()
-
-
-def test_allocated_memory() -> None:
-    space = memory.allocate(5000)
-    assert space.region == space.regions[0]
-    assert (space.region.nbytes, space.region.device, space.region.address % 4096) == (5000, "cpu", 0)
-    assert not space.bytes(0, 5000).any()
-    space.bytes(7, 3)[:] = 9
-    assert memory.space(space.regions).bytes(6, 5).tolist() == [0, 9, 9, 9, 0]
-
-
-def test_a_rank_that_holds_nothing_has_a_space() -> None:
-    assert memory.space(()).pack(CopyPlan(()), filled(1)).passed()
 
 
 def test_spaces_of_many_regions_are_flat() -> None:

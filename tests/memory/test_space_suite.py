@@ -17,7 +17,7 @@ from kvxfer.geometry import Region
 from kvxfer.memory import registry
 from kvxfer.memory.cpu import CpuSpace
 from kvxfer.memory.space import Space
-from kvxfer.testing.spaces.mutants import SPACE_MUTANTS, broken
+from kvxfer.testing.spaces.mutants import SPACE_MUTANTS
 from kvxfer.testing.spaces.suite import SpaceSuite
 from tests.conftest import require
 from tests.memory.island import DEVICE, install
@@ -68,13 +68,6 @@ def test_an_installed_space_is_found_by_its_kind(installed) -> None:  # type: ig
     assert memory.fence(DEVICE).passed()
 
 
-def test_an_installed_space_comes_before_ours_but_never_for_the_host(installed) -> None:  # type: ignore[no-untyped-def]
-    installed("cuda", "kvxfer.memory.torch_space:TorchSpace")
-    installed("cpu", ISLAND, "other")
-    assert registry.space_for("cuda").__name__ == "TorchSpace"
-    assert registry.space_for("cpu") is CpuSpace
-
-
 def test_two_spaces_for_one_kind_are_refused(installed) -> None:  # type: ignore[no-untyped-def]
     installed("island", ISLAND)
     installed("island", "somebody.elses:Space", "other")
@@ -117,13 +110,6 @@ def test_a_device_that_nobody_knows_is_told_with_what_to_do() -> None:
     assert memory.devices_of("abacus") == ()
 
 
-def test_a_region_of_numbers_is_no_tensor() -> None:
-    from kvxfer.memory.torch_space import TorchSpace
-
-    with pytest.raises(ArgumentError, match=r"Region\.of"):
-        TorchSpace((Region(4096, 4096, "xpu:0"),), "xpu:0")
-
-
 def test_reading_the_island_directly_kills() -> None:
     """So that the tests above prove what they say."""
     code = (
@@ -146,25 +132,6 @@ def test_the_suite_finds_each_mutant(name: str, mutant: Any, monkeypatch: pytest
     assert ran.exit_code == 0 and "1 found" in ran.output, ran.output
 
 
-def test_the_command_writes_a_report(tmp_path: Path) -> None:
-    page, data = tmp_path / "report.md", tmp_path / "report.json"
-    command = [
-        "conformance",
-        "--space",
-        "cpu",
-        "--only",
-        "test_rows_come_back",
-        "--report",
-        str(page),
-        "--report",
-        str(data),
-    ]
-    ran = CliRunner().invoke(app, command)
-    assert ran.exit_code == 0 and "space cpu: 1 cases kept, 0 broken" in ran.output, ran.output
-    assert page.read_text().startswith("# Space for `cpu` keeps the contract")
-    assert '"device": "cpu"' in data.read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -183,29 +150,3 @@ def test_what_cannot_be_tried(arguments: list[str], code: int) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     assert CliRunner().invoke(app, ["conformance", *arguments]).exit_code == code
-
-
-def test_a_kind_without_a_number_is_the_first_of_its_devices() -> None:
-    command = ["conformance", "--space", ISLAND, "--memory", "island", "--only", "test_rows_come_back"]
-    ran = CliRunner().invoke(app, command)
-    assert ran.exit_code == 0 and "1 cases kept" in ran.output, ran.output
-
-
-def test_the_suite_imports_what_the_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder with another kvxfer, as a checkout is."""
-    (tmp_path / "kvxfer").mkdir()
-    (tmp_path / "kvxfer" / "__init__.py").write_text("raise ImportError('not this one')")
-    monkeypatch.chdir(tmp_path)
-    command = ["conformance", "--space", "cpu", "--only", "test_rows_come_back"]
-    ran = CliRunner().invoke(app, command)
-    assert ran.exit_code == 0 and "1 cases kept" in ran.output, ran.output
-
-
-def test_the_cases_of_the_suite_have_names_to_read() -> None:
-    marks = {m.name: m for m in SpaceSuite.test_any_layout.pytestmark}  # type: ignore[attr-defined]
-    assert "latent to latent, blocks outermost" in {case.id for case in marks["parametrize"].args[1]}
-
-
-def test_a_mutant_is_the_space_but_for_its_defect() -> None:
-    assert broken(CpuSpace, "") is CpuSpace
-    assert issubclass(broken(CpuSpace, "NeverPasses"), CpuSpace)

@@ -12,7 +12,6 @@ from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.shares import Debts, ExpiringMap, IndexedExpiringMap, Shares
 from kvxfer.protocol.values import Action, Emit, Ended, LinkInfo, Send
 from kvxfer.values import Offer
-from tests.counting import calls
 from tests.protocol.test_doors import PLANNER, TABLE, T
 
 
@@ -31,18 +30,6 @@ def test_names_that_a_host_makes_up_cost_its_own_share() -> None:
     assert budgets.take("sybil 100", 101, 1, PeerIdentity("a", "name 100")) is None, "its host has half"
     assert budgets.take("another", 102, 10, PeerIdentity("b", "other")) == [100], "from its own host"
     assert budgets.take("newcomer", 103, 10, PeerIdentity("c")) is not None
-
-
-def test_within_a_host_engines_have_equal_shares_and_within_an_engine_its_links() -> None:
-    budgets: Shares[str, int] = Shares(120, "newest")
-    for i in range(40):
-        assert budgets.take(f"greedy {i % 4}", i, 3, PeerIdentity("a", "greedy")) == []
-    for i in range(20):
-        lost = budgets.take("honest", 100 + i, 3, PeerIdentity("a", "honest"))
-        assert lost is not None and all(key < 40 for key in lost)
-    assert budgets.take("honest", 200, 3, PeerIdentity("a", "honest")) is None
-    lost = budgets.take("greedy 9", 201, 3, PeerIdentity("a", "greedy"))
-    assert lost is not None and all(key < 40 for key in lost), "from its own engine's links"
 
 
 def test_owners_and_groups_that_are_gone_leave_nothing() -> None:
@@ -125,16 +112,6 @@ def test_numbers_of_readers_that_one_host_makes_up_push_out_nothing_of_another(
         ask = m.FetchRequest(T, 1, b"right", 0, 4, TABLE, 1, 5.0)
         (said,) = machine.message(b"honest", ask, 0.0)
         assert isinstance(said, Send) and isinstance(said.message, m.AttemptClosed), "it is served once more"
-
-
-def test_owners_cost_no_time_however_many_there_are() -> None:
-    def cost(owners: int) -> int:
-        keep: ExpiringMap[int, int, int] = ExpiringMap(10.0, owners)
-        for i in range(owners):
-            keep.put(i, 0, i, 0.0)
-        return calls(lambda: [keep.put(owners + i, 0, i, 1.0) for i in range(100)])
-
-    assert cost(10_000) < 1.5 * cost(200), "it looks at each of them"
 
 
 @pytest.mark.parametrize("owners", [1, 2, 5])

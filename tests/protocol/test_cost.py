@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 from kvxfer_bench import steps
 
 MOST = {
@@ -31,18 +29,3 @@ def test_no_step_of_a_small_transfer_costs_more_calls_than_it_has_to() -> None:
     calls = steps.calls(50)
     assert calls.keys() == MOST.keys()
     assert {step: n for step, n in calls.items() if n > MOST[step]} == {}
-
-
-def test_what_the_garbage_collector_calls_is_not_counted() -> None:
-    quiet = steps.calls(5)
-
-    def told(phase: str, about: dict[str, int]) -> None: ...
-
-    often = gc.get_threshold()
-    gc.callbacks.append(told)
-    gc.set_threshold(20)
-    try:
-        assert steps.calls(5) == quiet
-    finally:
-        gc.callbacks.remove(told)
-        gc.set_threshold(*often)

@@ -62,14 +62,6 @@ def test_one_that_begins_late_has_all_the_time_for_the_transfer() -> None:
     assert ended.outcome.failure.detail.startswith("no outcome within 8 s of the first part (still moving); 0 of ")
 
 
-def test_one_that_goes_on_slowly_has_no_more() -> None:
-    asker = Asker()
-    asker.hear(10.0)
-    asker.hear(17.0, part=1)
-    at, _ = asker.end(100.0)
-    assert at == 10.0 + TIMEOUT
-
-
 def test_the_producer_knows_both_and_of_a_later_attempt_what_is_left() -> None:
     asker = Asker()
     assert (asker.asked.seconds, asker.asked.moving) == (START, TIMEOUT)
@@ -94,15 +86,6 @@ def test_what_is_served_is_kept_for_the_time_that_moving_may_take_and_its_consum
     (closed,) = door.at(27.0 + CONSUMER_FIRST_S)
     assert "the consumer's time for it is over" in closed.reason
     assert isinstance(closed, m.AttemptClosed) and closed.kind is FailureKind.TIMED_OUT
-
-
-def test_what_has_to_come_within_the_first_time_is_kept_no_longer() -> None:
-    door = Door()
-    door.want(RIGHT, tokens=8, blocks=BlockTable.of([[1, 2]]), seconds=20.0)
-    door.at(19.0)
-    assert parts(door.offer(final=False)) == 1
-    (closed,) = door.at(20.0)
-    assert isinstance(closed, m.AttemptClosed)
 
 
 def test_no_peer_has_more_of_it_than_the_producer_grants() -> None:

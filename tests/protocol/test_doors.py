@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from kvxfer.protocol.shares import ExpiringMap, Shares
 from kvxfer.protocol.values import Action, Emit, Ended, Failure, LinkInfo, Outcome, Released, Send
 from kvxfer.testing.engine import PagedMemory
 from kvxfer.values import BlockTable, Offer
-from tests.control.conftest import SeededEngine, fetch, offered
 
 CUT = Failure(FailureKind.PEER_LOST, "cut")
 T = TransferId("own/1/door", 0)
@@ -177,25 +175,6 @@ def test_one_that_knows_the_digest_may_give_it_up_before_it_is_there() -> None:
     assert door.events[0].outcome.kind is FailureKind.CANCELLED
 
 
-def test_it_may_change_its_mind_again() -> None:
-    door = Door()
-    door.want(RIGHT)
-    door.drop(RIGHT)
-    door.want(RIGHT, 2)
-    door.offer()
-    assert not door.events
-    assert isinstance(door.says(RIGHT, m.CommitRequest(T, 2, 1))[0], m.CommitAck)
-
-
-def test_what_was_given_up_early_is_forgotten_after_a_lease() -> None:
-    door = Door()
-    door.drop(RIGHT)
-    door.at(LEASE + 1)
-    assert door.machine.next_tick() is None
-    door.offer()
-    assert not door.events
-
-
 def test_a_want_is_kept_no_longer_than_the_producer_keeps_any() -> None:
     """One that still waits may ask anew; one that is being served has had its time."""
     door = Door()
@@ -297,16 +276,6 @@ def test_whoever_wants_no_more_than_an_equal_share_has_it(
         assert sum(size for _, size in held.values()) <= 100
 
 
-def test_those_who_have_left_have_one_share_together() -> None:
-    budgets: Shares[str, int] = Shares(100, "newest")
-    for i in range(100):
-        assert budgets.take(f"{i}", i, 1) == []
-        budgets.merge(f"{i}", "gone")
-    assert budgets.take("here", 100, 50) == list(range(99, 49, -1))
-    budgets.give("gone", 3)
-    assert budgets.take("another", 101, 1) == []
-
-
 def test_a_keep_forgets_in_order_and_no_more_than_it_must() -> None:
     keep: ExpiringMap[str, int, int] = ExpiringMap(10.0, 10)
     for i in range(100):
@@ -321,35 +290,6 @@ def test_a_keep_forgets_in_order_and_no_more_than_it_must() -> None:
     assert len(keep) <= 10
     keep.forget(13.0)
     assert len(keep) == 0 and keep.next() is None
-
-
-# --- agents ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["before the offer", "after it"])
-@pytest.mark.parametrize("cancels", [True, False], ids=["cancels", "waits"])
-def test_a_request_that_was_mixed_up_does_not_spoil_the_right_one(
-    engine: Callable[..., SeededEngine], early: bool, cancels: bool
-) -> None:
-    """Two decode engines, one of which was sent to the wrong prompt; the producer has its blocks back long before its lease."""
-    p, right, wrong = engine({}, seed=1, lease=60.0), engine({}), engine({})
-    if not early:
-        p.agents[0].offer(offered([3], 4, transfer=T))
-    wrong.agents[0].fetch(fetch(p.source, [5], 4, transfer=T, digest=b"other"))
-    if cancels and early:
-        right.agents[0].fetch(fetch(p.source, [6], 4, transfer=TransferId("own/1/nothing", 0), handle="first"))
-        wrong.agents[0].cancel("req", "the client left")
-        wrong.wait(Released)
-    if early:
-        p.agents[0].offer(offered([3], 4, transfer=T))
-    right.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
-    [end] = right.wait(Ended)
-    assert end.outcome.delivered and np.array_equal(right.block(5), p.block(3)), end
-    [given] = p.wait(Ended, timeout=10.0)
-    assert given.outcome.delivered, given
-    p.wait(Released, timeout=10.0)
-    [end] = wrong.wait(Ended)
-    assert not end.outcome.delivered
 
 
 def test_an_offer_that_nobody_got_says_why_the_last_one_that_asked_did_not() -> None:
@@ -373,13 +313,3 @@ def test_an_offer_that_nobody_got_says_why_the_last_one_that_asked_did_not() -> 
     assert "it was silent" in ended(gone).detail and ended(gone).peer == "d at host"
     assert "read the end of its log" in ended(gone).advice
     assert "no engine has asked for it" in ended(none).detail
-
-
-def test_one_that_gave_up_before_the_offer_because_it_had_waited_for_too_long_says_so() -> None:
-    door = Door()
-    door.want(RIGHT)
-    door.says(RIGHT, m.CloseAttempt(T, 1, RIGHT, FailureKind.NEVER_OFFERED, "nothing came within 5 s"))
-    door.offer()
-    failure = door.events[0].outcome.failure
-    assert failure.kind is FailureKind.NEVER_OFFERED and "before it was offered: nothing came" in failure.detail
-    assert "'start_timeout'" in failure.advice

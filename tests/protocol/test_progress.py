@@ -38,14 +38,6 @@ def test_what_has_stopped_says_since_when() -> None:
     assert "nothing for 7.0 s" in failure.detail and "slow, or stands still" in failure.advice
 
 
-def test_what_has_stopped_within_a_part_stands_still() -> None:
-    asker = Asker(4)
-    move = asker.hear(10.0, final=True)
-    asker.machine.moving(Moving(((move.ref, 5),)), 11.0)
-    failure = asker.end(100.0)[1].outcome.failure
-    assert "5 B of " in failure.detail and "nothing for 7.0 s" in failure.detail and "stopped coming" in failure.advice
-
-
 def test_silence_within_a_message_is_no_standstill() -> None:
     """A back end tells of whole messages, each of which takes seconds."""
     asker = Asker(4)
@@ -56,28 +48,6 @@ def test_silence_within_a_message_is_no_standstill() -> None:
     assert "at that rate it takes" in failure.advice
 
 
-def test_what_is_silent_for_longer_than_before_may_be_slow_or_stand_still() -> None:
-    asker = Asker(4)
-    move = asker.hear(10.0, final=True)
-    asker.machine.moving(Moving(((move.ref, 5),)), 12.5)
-    failure = asker.end(100.0)[1].outcome.failure
-    assert "5 B of " in failure.detail and "nothing for 5.5 s" in failure.detail
-    assert (
-        "slow, or stands still: 5 B had come when the present message began, of which this back end does not"
-        in failure.advice
-    )
-
-
-def test_a_message_is_as_slow_as_those_of_the_part_before() -> None:
-    asker = Asker()
-    first, second = asker.hear(10.0), asker.hear(10.0, part=1)
-    asker.machine.moving(Moving(((first.ref, 5),)), 12.5)
-    asker.machine.moved(Moved(first.ref, None, True, first.plan.nbytes), 15.0)
-    assert second.plan.nbytes
-    failure = asker.end(100.0)[1].outcome.failure
-    assert ", and more was coming" in failure.detail and "at that rate it takes" in failure.advice
-
-
 def test_time_in_which_nothing_was_on_its_way_is_no_silence() -> None:
     asker = Asker()
     first = asker.hear(10.0)
@@ -86,22 +56,6 @@ def test_time_in_which_nothing_was_on_its_way_is_no_silence() -> None:
     asker.machine.moving(Moving(((second.ref, 5),)), 14.5)
     failure = asker.end(100.0)[1].outcome.failure
     assert "nothing for 3.5 s" in failure.detail and "stopped coming" in failure.advice
-
-
-def test_nothing_at_all() -> None:
-    asker = Asker(4)
-    move = asker.hear(10.0, final=True)
-    failure = asker.end(100.0)[1].outcome.failure
-    assert f"0 of {size(move.plan.nbytes)} had come after 8.0 s" in failure.detail
-
-
-def test_what_is_late_for_an_attempt_that_is_over_changes_nothing() -> None:
-    asker = Asker(4)
-    move = asker.hear(10.0, final=True)
-    asker.machine.moved(Moved(move.ref, None, True, move.plan.nbytes), 11.0)
-    asker.machine.moving(Moving(((move.ref, 1),)), 12.0)
-    stages = asker.end(100.0)[1].stages
-    assert (stages.came, stages.last) == (move.plan.nbytes, 11.0)
 
 
 class Written(Asker):
@@ -124,23 +78,6 @@ def test_what_is_written_slowly_is_told_by_the_producer() -> None:
     assert "40 B of 100 B announced so far had come in 8.0 s, 5 B/s, and more was coming" in failure.detail
     assert "at that rate it takes 20 s" in failure.advice
     assert (ended.nbytes, ended.stages.came, ended.stages.announced_bytes) == (40, 40, 100)
-
-
-def test_what_is_written_and_stops_says_since_when() -> None:
-    asker = Written()
-    asker.told(40, 10.0)
-    asker.told(40, 11.0)
-    failure = asker.end(100.0)[1].outcome.failure
-    assert "40 B of 100 B" in failure.detail and "nothing for 8.0 s" in failure.detail
-    assert "bytes stopped coming" in failure.advice
-
-
-def test_no_byte_that_a_back_end_tells_of_is_not_no_request() -> None:
-    asker = Written()
-    asker.told(0, 10.0)
-    failure = asker.end(100.0)[1].outcome.failure
-    assert failure.kind is FailureKind.TIMED_OUT and "0 of 100 B" in failure.detail
-    assert "the link is slow, or stands still, which this back end does not tell" in failure.advice
 
 
 def test_what_a_producer_tells_without_end_delays_nothing() -> None:
