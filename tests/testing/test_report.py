@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvxfer.testing.command.conformance import conformance
 from kvxfer.testing.mutant import Mutant
-from kvxfer.testing.mutants import MUTANTS, TellsTwice
+from kvxfer.testing.mutants import MUTANTS
 from kvxfer.transport import Probe
 from tests.testing.broken.moving import TellsEarly
 
@@ -87,15 +87,6 @@ def test_a_broken_clause_is_named(tmp_path: Path) -> None:
     assert "## Broken" in page.read_text()
 
 
-@pytest.mark.slow
-def test_the_first_failure_may_be_the_last() -> None:
-    options = "--options", json.dumps({"inner": GOOD})
-    broken = "kvxfer.testing.mutants:RepeatsItsEndpoint", *options, "--only", "unknown_option or fresh_and_small"
-    for arguments, outcome in (((), "1 cases kept, 1 broken"), (("--fail-fast",), "0 cases kept, 1 broken")):
-        ran = run(*broken, *arguments)
-        assert ran.exit_code == 1 and outcome in ran.output, ran.output
-
-
 def test_a_process_that_dies_has_broken_the_clause(tmp_path: Path) -> None:
     page = tmp_path / "report.json"
     ran = run("tests.testing.test_report:Dies", "--only", "fresh_and_small", "--report", str(page))
@@ -111,14 +102,6 @@ def test_the_suite_finds_each_mutant_of_a_real_back_end(mutant: type[Mutant], mo
     monkeypatch.setattr("kvxfer.testing.report.MUTANTS", (mutant,))
     ran = run("tcp", "--mutants", "--suite", '{"patience_s": 3}')
     assert ran.exit_code == 0 and "mutants of back end tcp: 1 found" in ran.output, ran.output
-
-
-@pytest.mark.slow
-def test_a_mutant_that_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvxfer.testing.report.MUTANTS", (TellsTwice,))
-    monkeypatch.setattr(TellsTwice, "found_by", "test_endpoints_are_fresh_and_small")
-    ran = run("tcp", "--mutants")
-    assert ran.exit_code == 1 and "survives TellsTwice" in ran.output, ran.output
 
 
 @pytest.mark.parametrize(

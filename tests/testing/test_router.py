@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from kvxfer.cli.main import build
-from kvxfer.testing.router import CASES, Moves, Texts
 from tests.contract.router import SCHEMAS, Router
 
 CLOSED = "http://127.0.0.1:9"
@@ -137,12 +136,6 @@ def test_a_router_that_answers_where_the_plain_server_rejects(world: World) -> N
     assert status == 1 and "the router answers 200, the plain server 400" in out
 
 
-def test_what_the_plain_server_does_not_serve_is_left_out(world: World) -> None:
-    world.p.rejects = world.d.rejects = True
-    status, out, _ = world.run()
-    assert status == 0 and "left out n-4" in out and "the plain server answers 400 too" in out
-
-
 @pytest.mark.parametrize(
     ("which", "url", "said"),
     [
@@ -177,10 +170,3 @@ def test_what_cannot_be_tested(world: World, which: str, url: str, said: str) ->
 )
 def test_wrong_arguments(words: list[str]) -> None:
     assert CliRunner().invoke(build(), ["conformance", *words]).exit_code == 2
-
-
-def test_names_of_cases_are_unique_and_no_two_prompts_are_alike() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
-    texts = Texts()
-    bodies = [json.dumps(request.body) for case in CASES if case.moves is Moves.YES for request in case.make(texts)[:1]]
-    assert len(set(bodies)) == len(bodies)
