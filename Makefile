@@ -198,7 +198,7 @@ gpu-engines:
 	mkdir -p $(TABLES)
 	$(GPU_PYTHON) -m kvxfer bench engines cuda_ipc --gpus $(GPUS) --plain --case 1024 --case 8192 --keep-logs $(TABLES)/logs > $(TABLES)/engines.jsonl
 	for turns in $(GPU_TURNS); do $(GPU_PYTHON) -m kvxfer bench engines $$(echo $$turns | tr , ' ') --gpus $(GPUS) \
-	    $(addprefix --case ,$(GPU_CASES)) --beside 8192 --keep-logs $(TABLES)/logs >> $(TABLES)/engines.jsonl || exit 1; done
+	    $(addprefix --case ,$(GPU_CASES)) --keep-logs $(TABLES)/logs >> $(TABLES)/engines.jsonl || exit 1; done
 
 # Not part of `make gpu`: it needs SGLang instead of vLLM. With one GPU: make gpu-sglang GPUS=0. What a machine's SGLang needs beyond that goes
 # into SGLANG_FLAGS, such as --attention-backend triton.

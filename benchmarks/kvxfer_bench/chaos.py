@@ -19,6 +19,7 @@ import typer
 
 from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.errors import ConfigError
+from kvxfer_bench.options import Backend, Device, Json, Minutes, Seed
 from kvxfer_bench.ranked import LoadResult
 from kvxfer_bench.world import RankedWorld
 
@@ -107,13 +108,13 @@ def measure(
 
 
 def chaos(
-    minutes: Annotated[float, typer.Option(help="How long to run, in minutes.", min=0.1)] = 5.0,
+    minutes: Minutes = 5.0,
     every: Annotated[float, typer.Option(help="Mean seconds between two kills or stops.", min=0.1)] = 2.0,
-    seed: Annotated[int, typer.Option(help="Seed of all random choices.")] = 0,
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
-    device: Annotated[str, typer.Option(help="Memory of the caches: cpu or cuda.")] = "cpu",
+    seed: Seed = 0,
+    backend: Backend = "tcp",
+    device: Device = "cpu",
     integrity: Annotated[str, typer.Option(help="How transfers are checked: off, sample or full.")] = "full",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Kill, stop and preempt engines of one and two ranks, and fail if a byte is wrong, a load is late or a block is lost."""
     if integrity not in ("off", "sample", "full"):

@@ -15,6 +15,8 @@ import typer
 from kvxfer.geometry import Cache, CopyPlan, Group, Heads, Planner, Region, ShardAssignment, View
 from kvxfer.geometry.strided_copy import materialise
 from kvxfer.values import BlockTable
+from kvxfer_bench.options import Json
+from kvxfer_bench.table import tables
 
 HEADS, HEAD_BYTES = 8, 256
 """KV heads of a model, and the bytes of one of K, or of V: 128 values."""
@@ -33,11 +35,26 @@ class RankLayout:
     heads: tuple[int, int] = (0, HEADS)
 
     def cache(self, tokens: int) -> Cache:
-        """Describe the cache, with a fifth more blocks than the request needs."""
-        lo, hi = self.heads
-        blocks = -(-tokens // self.block_tokens) * 6 // 5 + 1
-        region = Region(0, LAYERS * blocks * self.block_tokens * (hi - lo) * 2 * HEAD_BYTES)
-        return layout_cache(self.layout, LAYERS, blocks, self.block_tokens, region, self.heads)
+        """Describe the cache in one region, with a fifth more blocks than the request needs."""
+        (lo, hi), d, n, layers = self.heads, HEAD_BYTES, self.block_tokens, LAYERS
+        h, blocks = hi - lo, -(-tokens // n) * 6 // 5 + 1
+        page = n * h * 2 * d
+        # Bytes from one block to the next, one layer to the next, K to V, one head to the next, one token to the next.
+        block, layer, v, head, token = {
+            "LBNHC": (page, blocks * page, d, 2 * d, h * 2 * d),
+            "LBHNC": (page, blocks * page, d, n * 2 * d, 2 * d),
+            "BLNHC": (layers * page, page, d, 2 * d, h * 2 * d),
+            "BLHNC": (layers * page, page, d, n * 2 * d, 2 * d),
+            "2BNHD": (page // 2, blocks * page, blocks * page // 2, d, h * d),
+            "B2NHD": (page, blocks * page, page // 2, d, h * d),
+        }[self.layout]
+        names = tuple(f"layer.{i}" for i in range(layers))
+
+        def view(plane: str, at: int) -> View:
+            offsets = tuple(i * layer + at for i in range(layers))
+            return View(plane, 0, names, offsets, blocks, block, d, "bf16", Heads(lo, h, HEADS, head), token)
+
+        return Cache((Region(0, layers * blocks * page),), (Group(n),), (view("k", 0), view("v", v)))
 
     def __str__(self) -> str:
         lo, hi = self.heads
@@ -78,7 +95,6 @@ def measure(tokens: int, repeat: int) -> dict[str, Any]:
         "worst_cold_ms": max(p["cold_ms"] for p in pairs),
         "worst_warm_ms": max(p["warm_ms"] for p in pairs),
         "worst_runs_ns_per_run": max(timed),
-        "consecutive_runs": {layout: _consecutive(layout, tokens) for layout in ("LBNHC", "BLNHC", "2BNHD")},
         "pairs": pairs,
     }
 
@@ -117,14 +133,6 @@ def _pair(one: RankLayout, other: RankLayout, tokens: int, repeat: int) -> dict[
     }
 
 
-def _consecutive(layout: str, tokens: int) -> int:
-    """Return the number of runs of a request whose blocks are consecutive, between equal layouts."""
-    cache = RankLayout(layout).cache(tokens)
-    table = BlockTable.of([range(1, 1 + -(-tokens // 16))])
-    assignments = [ShardAssignment(i, i, v.layers, 0, HEADS) for i, v in enumerate(cache.views)]
-    return len(Planner(cache, cache, assignments).plan(table, table, 0, tokens).runs())
-
-
 def _timed(call: Callable[[], Any]) -> float:
     start = time.thread_time()
     call()
@@ -139,7 +147,7 @@ def _size(made: CopyPlan) -> int:
 def plan(
     tokens: Annotated[int, typer.Option(min=16, help="Length of the request, in tokens.")] = 131072,
     repeat: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 9,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Time the copy plan of a long request, cold and warm, and the expansion of the plan into runs.
 
@@ -151,53 +159,20 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    from rich.table import Column, Table
-
-    from kvxfer.cli.terminal import make_console
-
-    headers = ("producer", "consumer", "cold ms", "warm ms", "ns/run", "rows", "copies", "plan KiB")
-    table = Table(*(Column(header, overflow="fold") for header in headers))
-    for p in found["pairs"]:
-        ns = p["runs_ns_per_run"]
-        table.add_row(
-            p["producer"],
-            p["consumer"],
-            f"{p['cold_ms']:.2f}",
-            f"{p['warm_ms']:.2f}",
-            "" if ns is None else f"{ns:.1f}",
-            f"{p['rows']:,}",
-            str(p["copies"]),
-            f"{p['plan_bytes'] / 1024:,.0f}",
-        )
-    console = make_console()
-    console.print(table)
-    console.print(
-        f"worst pair: {found['worst_cold_ms']:.2f} ms cold, {found['worst_warm_ms']:.2f} ms warm, "
-        f"{found['worst_runs_ns_per_run']:.1f} ns per run\nruns if blocks are consecutive and layouts equal: "
-        + ", ".join(f"{layout} {n}" for layout, n in found["consecutive_runs"].items())
+    rows = (
+        {
+            "producer": p["producer"],
+            "consumer": p["consumer"],
+            "cold ms": f"{p['cold_ms']:.2f}",
+            "warm ms": f"{p['warm_ms']:.2f}",
+            "ns/run": "" if p["runs_ns_per_run"] is None else f"{p['runs_ns_per_run']:.1f}",
+            "rows": f"{p['rows']:,}",
+            "copies": p["copies"],
+            "plan KiB": f"{p['plan_bytes'] / 1024:,.0f}",
+        }
+        for p in found["pairs"]
     )
-
-
-def layout_cache(
-    layout: str, layers: int, blocks: int, tokens: int, region: Region, heads: tuple[int, int] = (0, HEADS)
-) -> Cache:
-    """Describe a cache of ``blocks`` blocks of ``tokens`` tokens in one region, with the KV heads ``[lo, hi)``."""
-    (lo, hi), d = heads, HEAD_BYTES
-    h = hi - lo
-    page = tokens * h * 2 * d
-    # Bytes from one block to the next, one layer to the next, K to V, one head to the next, one token to the next.
-    block, layer, v, head, token = {
-        "LBNHC": (page, blocks * page, d, 2 * d, h * 2 * d),
-        "LBHNC": (page, blocks * page, d, tokens * 2 * d, 2 * d),
-        "BLNHC": (layers * page, page, d, 2 * d, h * 2 * d),
-        "BLHNC": (layers * page, page, d, tokens * 2 * d, 2 * d),
-        "2BNHD": (page // 2, blocks * page, blocks * page // 2, d, h * d),
-        "B2NHD": (page, blocks * page, page // 2, d, h * d),
-    }[layout]
-    names = tuple(f"layer.{i}" for i in range(layers))
-
-    def view(plane: str, at: int) -> View:
-        offsets = tuple(i * layer + at for i in range(layers))
-        return View(plane, 0, names, offsets, blocks, block, d, "bf16", Heads(lo, h, HEADS, head), token)
-
-    return Cache((region,), (Group(tokens),), (view("k", 0), view("v", v)))
+    typer.echo(
+        f"{tables(rows)}\n\nworst pair: {found['worst_cold_ms']:.2f} ms cold, {found['worst_warm_ms']:.2f} ms warm, "
+        f"{found['worst_runs_ns_per_run']:.1f} ns per run"
+    )

@@ -7,7 +7,7 @@ proves where each of its bytes comes from, and an unused block proves that nobod
 from __future__ import annotations
 
 import heapq
-import os
+import math
 import random
 import threading
 import time
@@ -15,18 +15,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from kvxfer.config import Config
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
-from kvxfer.geometry import Cache, Group, Heads, Rank, Region, View
 from kvxfer.identity import Generation, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol.values import Ended, GenerationReleased
-from kvxfer.testing.usage import resident
+from kvxfer.testing.engine import AgentEngine
+from kvxfer.testing.usage import descriptors_open, resident, threads_running
 from kvxfer.values import BlockTable, Fetch, Offer
+from kvxfer_bench.transfer.shapes import Model, Pool
 
 LAYERS, HEADS, BLOCK_TOKENS, HEAD_WORDS = 2, 4, 16, 8
 EACH = 6
@@ -58,8 +57,8 @@ class _Use:
     """The blocks of a transfer in one engine, and the ranks that have not released them yet."""
 
     blocks: list[int]
-    deadline: float
     unreleased: set[int]
+    begun: float = math.inf  # when the last rank has fetched it
     generations: dict[int, Generation] = field(default_factory=dict)  # by producer rank, the last offered or taken back
     ended: dict[int, Ended] = field(default_factory=dict)
     late_s: float = 0.0
@@ -91,7 +90,7 @@ class Stalls:
 class RankedEngine:
     """One engine with ``tp`` ranks in this process, which works only in ``step``.
 
-    Ranks are assigned to ``devices``, one after the other.
+    Ranks are assigned to ``devices``, one after the other. ``source``: where it is found.
     """
 
     def __init__(
@@ -100,13 +99,12 @@ class RankedEngine:
         self._role, self._tp = role, tp
         self._config = Config.from_mapping(config)
         self._rng = random.Random(seed)
-        shape = LAYERS, blocks, BLOCK_TOKENS, HEADS // tp, HEAD_WORDS
-        self._words = [words(shape, devices[rank % len(devices)]) for rank in range(tp)]
+        model = Model(LAYERS, HEADS // tp, 8 * HEAD_WORDS, BLOCK_TOKENS)
+        self._words = [Pool(model, blocks, devices[rank % len(devices)], (rank, tp)) for rank in range(tp)]
         for cache in self._words:
             cache.put(range(blocks), FREE)
-        self._agents = [Agent(_cache(cache, blocks, i, tp), self._config, role) for i, cache in enumerate(self._words)]
-        self._directory = Directory(Config(), role, epoch=self._agents[0].epoch)
-        self._directory.publish(tuple(agent.descriptor for agent in self._agents))
+        self._engine = AgentEngine(self._config, name=role, caches=[cache.cache for cache in self._words])
+        self._agents, self.source = self._engine.agents, self._engine.source
         self._free = list(range(blocks))
         self._uses: dict[int, _Use] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -114,10 +112,6 @@ class RankedEngine:
         self._stalls = Stalls()
         self._results: list[LoadResult] = []
         self._complaints: list[str] = []
-
-    def source(self) -> Source:
-        """Return where its directory is."""
-        return self._directory.source
 
     def step(
         self, serve: list[tuple[int, int, bool]], load: list[tuple[int, Source, bool]], seconds: float
@@ -153,17 +147,15 @@ class RankedEngine:
         return {
             "device_MiB": 0.0 if self._words[0].device == "cpu" else device_mib(),
             "host_MiB": round(resident() / (1 << 20), 2),
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "threads": len(os.listdir("/proc/self/task")),
+            "descriptors": descriptors_open(),
+            "threads": threads_running(),
             "fetches": sum(s.fetches for s in stats),
             "leases": sum(s.offers for s in stats),
             "quarantined_bytes": sum(s.quarantined_bytes for s in stats),
         }
 
     def close(self) -> None:
-        for agent in self._agents:
-            agent.close()
-        self._directory.close()
+        self._engine.close()
 
     # --- the producer ----------------------------------------------------------------------------------------------
 
@@ -217,8 +209,8 @@ class RankedEngine:
 
     def _fetch(self, rank: int, number: int, source: Source) -> None:
         use = self._uses[number]
-        use.deadline = time.monotonic() + self._config.longest
-        own = self._directory.source if self._tp > 1 else None
+        use.begun = time.monotonic()
+        own = self.source if self._tp > 1 else None
         table = BlockTable.of([use.blocks])
         tokens = EACH * BLOCK_TOKENS
         self._agents[rank].fetch(
@@ -249,8 +241,7 @@ class RankedEngine:
         if rank in use.ended:
             self._complaints.append(f"{self._role}: transfer {number} ended on rank {rank} twice: {event}")
             return
-        begin = use.deadline - self._config.longest
-        use.late_s = max(use.late_s, event.seconds - self._config.longest - self._stalls.since(begin))
+        use.late_s = max(use.late_s, event.seconds - self._config.longest - self._stalls.since(use.begun))
         use.ended[rank] = event
         if event.outcome.delivered:
             assert event.generation is not None  # every rank reads something
@@ -278,7 +269,7 @@ class RankedEngine:
         blocks = [self._free.pop() for _ in range(EACH)]
         if any((cache.get(blocks) != FREE).any() for cache in self._words):
             self._complaints.append(f"{self._role}: blocks {blocks} were written to after they had been released")
-        self._uses[number] = _Use(blocks, 1e18, set(range(self._tp)))
+        self._uses[number] = _Use(blocks, set(range(self._tp)))
         return blocks
 
     def _give_back(self, number: int) -> None:
@@ -301,27 +292,6 @@ def _transfer(number: int) -> TransferId:
     return TransferId(TransferBase("chaos"), number)
 
 
-def _cache(memory: Words, blocks: int, rank: int, tp: int) -> Cache:
-    heads, word = HEADS // tp, 8
-    head = HEAD_WORDS * word
-    token, layer = heads * head, memory.nbytes // LAYERS
-    view = View(
-        plane="kv",
-        group=0,
-        layers=tuple(f"layer.{i}" for i in range(LAYERS)),
-        offsets=tuple(i * layer for i in range(LAYERS)),
-        blocks=blocks,
-        block_stride=BLOCK_TOKENS * token,
-        unit=head,
-        encoding="words",
-        heads=Heads(rank * heads, heads, HEADS, head),
-        token_stride=token,
-    )
-    return Cache(
-        (Region(memory.address, memory.nbytes, memory.device),), (Group(BLOCK_TOKENS),), (view,), Rank(tp=rank)
-    )
-
-
 def _words(number: int, generation: Generation, tokens: int, rank: int, tp: int) -> np.ndarray[Any, Any]:
     """Return what a rank's blocks hold for a transfer's first tokens: int64 ``[layer, block, token, head, word]``."""
     heads = HEADS // tp
@@ -330,66 +300,6 @@ def _words(number: int, generation: Generation, tokens: int, rank: int, tp: int)
     ]
     place = ((layer * 64 + block) * 64 + token) * 64 + head * HEAD_WORDS + word
     return np.asarray(number * (1 << 40) + generation * (1 << 32) + place, np.int64)
-
-
-Array = np.ndarray[Any, Any]
-
-
-class Words(Protocol):
-    """A cache that this process owns. One thread writes and reads it with these methods."""
-
-    address: int
-    nbytes: int
-    device: str
-
-    def put(self, blocks: Sequence[int], values: Array | int) -> None:
-        """Write ``[layer, len(blocks), token, head, word]``, or one value everywhere. The write is complete on return."""
-
-    def get(self, blocks: Sequence[int]) -> Array:
-        """Return a copy of what blocks hold, ``[layer, len(blocks), token, head, word]``."""
-
-
-class HostWords:
-    """Words in host memory."""
-
-    device = "cpu"
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self._words = np.zeros(shape, np.int64)
-        self.address, self.nbytes = self._words.ctypes.data, self._words.nbytes
-
-    def put(self, blocks: Sequence[int], values: Array | int) -> None:
-        self._words[:, blocks] = values
-
-    def get(self, blocks: Sequence[int]) -> Array:
-        return self._words[:, blocks]
-
-
-class DeviceWords:
-    """Words in a GPU's memory."""
-
-    def __init__(self, shape: Sequence[int], device: str) -> None:
-        import torch
-
-        self.device, self._torch = device, torch
-        self._words = torch.zeros(tuple(shape), dtype=torch.int64, device=device)
-        self.address, self.nbytes = self._words.data_ptr(), self._words.nbytes
-
-    def put(self, blocks: Sequence[int], values: Array | int) -> None:
-        given = values if isinstance(values, int) else self._torch.from_numpy(values).to(self.device)
-        self._words[:, self._index(blocks)] = given
-        self._torch.cuda.synchronize(self.device)
-
-    def get(self, blocks: Sequence[int]) -> Array:
-        return np.asarray(self._words[:, self._index(blocks)].cpu().numpy())
-
-    def _index(self, blocks: Sequence[int]) -> Any:
-        return self._torch.tensor(list(blocks), device=self.device)
-
-
-def words(shape: Sequence[int], device: str) -> Words:
-    """Make a cache of zeroes on ``device``, which is ``cpu`` or like ``cuda:0``."""
-    return HostWords(shape) if device == "cpu" else DeviceWords(shape, device)
 
 
 def device_mib() -> float:

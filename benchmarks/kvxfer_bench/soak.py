@@ -20,7 +20,9 @@ import typer
 from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.failures import FailureKind
 from kvxfer.settings import json_object
+from kvxfer_bench.options import Backend, BackendOptions, Device, Json, Minutes
 from kvxfer_bench.ranked import LoadResult
+from kvxfer_bench.table import tables
 from kvxfer_bench.world import TIMES, TURN_S, RankedWorld
 
 WATCHED = ("producer", "consumer")
@@ -168,12 +170,12 @@ def left_behind(alone: dict[str, dict[str, float]], rest: dict[str, dict[str, fl
 
 
 def soak(
-    minutes: Annotated[float, typer.Option(help="How long to run, in minutes.", min=0.1)] = 5.0,
+    minutes: Minutes = 5.0,
     restart: Annotated[float, typer.Option(help="Seconds between two kills.", min=1)] = 10.0,
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
-    options: Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")] = "{}",
-    device: Annotated[str, typer.Option(help="Memory of the caches: cpu or cuda.")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    backend: Backend = "tcp",
+    options: BackendOptions = "{}",
+    device: Device = "cpu",
+    as_json: Json = False,
 ) -> None:
     """Run a steady load with aborts and restarts, print what two engines hold over time, and fail if anything grows."""
     chosen = json_object(options, "--options")
@@ -187,20 +189,14 @@ def soak(
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from kvxfer.cli.terminal import make_console
-
-    console = make_console()
+    alone = [{"seconds": "alone", **found["alone"]}] if found["alone"] else []
+    samples = [*alone, *found["samples"], {"seconds": "at rest", **found["at_rest"]}]
     for who in WATCHED:
-        table = Table("seconds", *(figure.replace("_", " ") for figure in FIGURES), title=who)
-        alone = [{"seconds": "alone", **found["alone"]}] if found["alone"] else []
-        for row in [*alone, *found["samples"], {"seconds": "at rest", **found["at_rest"]}]:
-            table.add_row(str(row["seconds"]), *(f"{row[who][figure]:g}" for figure in FIGURES))
-        console.print(table)
+        rows = ({"seconds": row["seconds"]} | {f.replace("_", " "): row[who][f] for f in FIGURES} for row in samples)
+        typer.echo(f"{who}\n\n{tables(rows)}\n")
     outcomes = ", ".join(f"{n} {kind}" for kind, n in found["outcomes"].items())
-    console.print(f"{found['restarts']} restarts; outcomes on the consumer: {outcomes}")
+    typer.echo(f"{found['restarts']} restarts; outcomes on the consumer: {outcomes}")
     for complaint in found["complaints"]:
-        console.print(f"wrong: {complaint}")
+        typer.echo(f"wrong: {complaint}")
     if not found["complaints"]:
-        console.print("passed: nothing grew, all blocks came back, no byte was wrong")
+        typer.echo("passed: nothing grew, all blocks came back, no byte was wrong")

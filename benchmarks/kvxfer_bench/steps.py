@@ -7,27 +7,21 @@ are the least of many rounds. Calls are counted, and are the same on every host.
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-import numpy as np
-
-from kvxfer.config import Config
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
-from kvxfer.geometry import Cache, Group, Planner, Rank, Region, View, route
-from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
+from kvxfer.geometry import Planner, Rank, route
+from kvxfer.identity import FIRST, Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.consumer import ConsumerMachine
 from kvxfer.protocol.producer import ProducerMachine
 from kvxfer.protocol.revocations import RevocationCounter
-from kvxfer.protocol.values import Ended, LinkInfo, Move, Moved, RankRoute, Released, Resolved, Send
-from kvxfer.values import BlockTable, Fetch, Offer
+from kvxfer.protocol.values import LinkInfo, Move, Moved, RankRoute, Resolved, Send
+from kvxfer_bench.agents import fetched, offered, small_cache
 
 BLOCKS, BLOCK = 200, 4096
 ROUND = 150
@@ -44,8 +38,7 @@ class _Pair:
     """A producer's and a consumer's state machine with a link between them."""
 
     def __init__(self) -> None:
-        view = View("kv", 0, ("layer",), (0,), BLOCKS, BLOCK, BLOCK, "bench")
-        cache = Cache((Region(0, BLOCKS * BLOCK),), (Group(16),), (view,))
+        cache = small_cache(BLOCKS, BLOCK)
         assigned = route([cache], [cache])[Rank()].assignments[Rank()]
         self.source, self.begun, self.now = Source("127.0.0.1", 1, 1), 0, 0.0
         self.revocations = RevocationCounter()
@@ -61,11 +54,10 @@ class _Pair:
 
     def transfer(self, do: Do) -> None:
         """Move one block, from the calls of the two engines to both outcomes."""
-        transfer, table = TransferId(TransferBase("own/1/x"), self.begun), BlockTable.of([[self.begun % BLOCKS]])
-        offer = Offer(transfer, b"d", FIRST, 16, table, True)
-        fetch = Fetch(Handle(str(self.begun)), transfer, b"d", self.source, table, 0, 16)
+        blocks = [self.begun % BLOCKS]
+        offer, fetch = offered(self.begun, blocks, 16), fetched(self.begun, self.source, blocks, 16)
         self.begun, self.now = self.begun + 1, self.now + 0.001
-        self.revocations.offered(transfer, FIRST)
+        self.revocations.offered(offer.transfer, FIRST)
         do("offer", self.producer.offer, offer, self.now)
         (want,) = do("fetch", self.consumer.fetch, fetch, self.now)
         (have,) = do("want", self.producer.message, HERE, self._carried(do, want), self.now)
@@ -76,7 +68,7 @@ class _Pair:
         assert len(events) == 2
         events = do("committed", self.producer.message, HERE, self._carried(do, last), self.now)
         assert len(events) == 2
-        self.revocations.over(transfer, FIRST)
+        self.revocations.over(offer.transfer, FIRST)
         do("timers", self._tick)
 
     def _carried(self, do: Do, action: Send) -> m.Message:
@@ -139,56 +131,3 @@ def calls(transfers: int = 200) -> dict[str, float]:
     finally:
         gc.enable()
     return {step: round(n / transfers, 2) for step, n in made.items()}
-
-
-TOKENS, BLOCK_TOKENS = 1024, 16
-PROMPT_BLOCKS = TOKENS // BLOCK_TOKENS
-CALLS = 200
-FLUSH = 64 << 20
-"""Bytes that are read to have cold caches."""
-PATIENCE_S = 30.0
-
-
-def thread_us(config: Config, calls: int = CALLS) -> dict[str, float]:
-    """Return the microseconds of CPU that each call takes on its thread, by the call's name; ``cold``: with cold caches.
-
-    Raises:
-        SystemExit: A transfer was not delivered.
-    """
-    memory = [np.zeros((1, PROMPT_BLOCKS, BLOCK_TOKENS, 16), np.uint8) for _ in range(2)]
-    producer, consumer = (Agent(Cache.of_tensors(one, "layer block token unit"), config) for one in memory)
-    flushed = np.zeros(FLUSH, np.uint8)
-    spent: dict[str, list[int]] = {}
-
-    def timed(name: str, call: Callable[[], None], cold: bool) -> None:
-        if cold:
-            flushed.max()
-            name += "_cold"
-        begin = time.thread_time_ns()
-        call()
-        spent.setdefault(name, []).append(time.thread_time_ns() - begin)
-
-    with producer, consumer, Directory(config, "calls", epoch=producer.epoch) as directory:
-        directory.publish((producer.descriptor,))
-        table = BlockTable.of([range(PROMPT_BLOCKS)])
-        for i in range(2 * calls):
-            transfer, cold = TransferId(TransferBase("own/1/calls"), i), i % 2 == 1
-            offer = Offer(transfer, b"d", FIRST, TOKENS, table, True)
-            fetch = Fetch(Handle(str(i)), transfer, b"d", directory.source, table, 0, TOKENS)
-            timed("offer", lambda offer=offer: producer.offer(offer), cold)  # type: ignore[misc]
-            timed("fetch", lambda fetch=fetch: consumer.fetch(fetch), cold)  # type: ignore[misc]
-            _released((producer, consumer))
-    return {name: round(statistics.median(each) / 1e3, 1) for name, each in sorted(spent.items())}
-
-
-def _released(agents: Iterable[Agent]) -> None:
-    """Wait until a transfer is over on both sides."""
-    for agent in agents:
-        until, over = time.monotonic() + PATIENCE_S, False
-        while not over and time.monotonic() < until:
-            for event in agent.events(1.0):
-                if isinstance(event, Ended) and not event.outcome.delivered:
-                    raise SystemExit(f"a transfer was not delivered: {event}")
-                over |= isinstance(event, Released)
-        if not over:
-            raise SystemExit(f"a transfer was not released within {PATIENCE_S:g} s")

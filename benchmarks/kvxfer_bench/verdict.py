@@ -1,17 +1,31 @@
-"""What rounds in turns say of two configurations: a median with its interval, and a verdict in words."""
+"""Rounds in turns, and what they say of two configurations: a median with its interval, and a verdict in words."""
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
-__all__ = ["Estimate", "compare", "estimate"]
+from kvxfer.cli.terminal import Say
 
 LEVEL = 0.95
 FEWEST = 6
 """Rounds below which no interval has that level: all of five are on one side of the median in one of sixteen runs."""
+
+Item = TypeVar("Item")
+
+
+def mixed_rounds(what: str, items: Collection[Item], rounds: int, say: Say) -> Iterator[tuple[int, Item]]:
+    """Yield the number of each round and each item that is left, in a random order; round 0 warms up.
+
+    So other work on the machine affects all alike.
+    """
+    for number in range(rounds + 1):
+        for item in random.sample(list(items), len(items)):
+            say(f"{what}, {item}, round {number} of {rounds}" if number else f"{what}, {item}, warm-up")
+            yield number, item
 
 
 class Estimate(NamedTuple):
@@ -20,6 +34,10 @@ class Estimate(NamedTuple):
     median: float
     low: float
     high: float
+
+    def interval(self, digits: int) -> list[float] | None:
+        """Return the interval, rounded, or None if there were too few rounds."""
+        return None if self.low == -math.inf else [round(self.low, digits), round(self.high, digits)]
 
     @property
     def words(self) -> str:

@@ -16,7 +16,7 @@ def test_each_round_is_timed_and_wrong_bytes_are_told() -> None:
     request = Request(PAGES, 16 * 8)
     with pair("zmq", {}, PAGES, request.blocks, ("cpu", "cpu"), 16 << 20) as both:
         both.connect()
-        times, said = both.move(request.src, request.dst, 3, 0.01)
+        times, said = both.move(request.src, request.dst, 3)
         assert len(times) == 3 and all(0 < t < 30 for t in times) and said["bytes"] == 8 << 14
         both.expect(request.dst, request.src, "good")
         with pytest.raises(KvxferError, match="the bad run delivered wrong bytes"):

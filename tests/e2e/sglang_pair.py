@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvxfer_bench.sglang.asking import ask_pair, generate, generated, sampling
+from kvxfer_bench.sglang.asking import GENERATE, ask_pair, generated, sampling
 from kvxfer_bench.sglang.servers import SglangPair, SglangServer, started_pair
 from kvxfer_vllm.demo.servers import Server, await_ready, ended_together
 from tests.e2e.forked import Forked
@@ -100,7 +100,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 def expected(plain: Server, ids: list[int], tokens: int) -> list[int]:
-    return generated(generate(plain, sampling(ids, tokens)))
+    return generated(plain.post(GENERATE, sampling(ids, tokens), 120.0))
 
 
 def serves(stage: Stage, pair: SglangPair, plain: Server, seed: int, tokens: int = 300) -> None:

@@ -12,8 +12,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation, reply_of
-from kvxfer_vllm.demo.routing import PREFILL_PARAMS
+from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation
+from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import (
     BLOCK,
     MODEL_NAME,
@@ -83,7 +83,7 @@ def converse(cluster: Cluster, schema: str, seed: int, turns: int = 5) -> None:
     talk, text, had = Conversation(cluster.prefill, cluster.decode, schema), ids(70 + 9 * seed, seed), 0
     for number in range(turns):
         turn = talk.turn(text, ANSWER)
-        expected = reply_of(cluster.plain, text, ANSWER).tokens
+        expected = complete(cluster.plain, text, ANSWER).tokens
         assert turn.decode.tokens == expected, f"conversation {seed} turn {number}: wrong tokens"
         if number:
             assert turn.prefill.computed <= len(text) - had + BLOCK, f"conversation {seed} turn {number}"
@@ -114,7 +114,7 @@ def test_an_idle_source_answers_as_fast_as_a_busy_one(servers: Cluster, record_p
 
     idle = [answered(200 + 2 * n) for n in range(5)]
     with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(reply_of, servers.decode, ids(50, 300 + n), 900) for n in range(4)]
+        others = [pool.submit(complete, servers.decode, ids(50, 300 + n), 900) for n in range(4)]
         busy = [answered(220 + 2 * n) for n in range(5)]
         for other in others:
             other.result()
@@ -139,7 +139,7 @@ def test_a_history_that_the_client_has_edited(servers: Cluster, edit: str) -> No
     said = talk.turn(text, ANSWER).decode.tokens
     edited = EDITS[edit](text, said) + ids(20, seed + 1)
     turn = talk.turn(edited, ANSWER)
-    assert turn.decode.tokens == reply_of(servers.plain, edited, ANSWER).tokens
+    assert turn.decode.tokens == complete(servers.plain, edited, ANSWER).tokens
     assert turn.prefill.computed <= len(edited) - common(edited, text + said) + BLOCK
     assert turn.prefill.computed >= min(len(edited), len(edited) - common(edited, text + said))
 
@@ -150,7 +150,7 @@ def test_conversations_that_the_router_mixes_up(servers: Cluster) -> None:
     for number in range(3):
         for i, talk in enumerate(talks):
             turn = talk.turn(texts[i], ANSWER)
-            assert turn.decode.tokens == reply_of(servers.plain, texts[i], ANSWER).tokens
+            assert turn.decode.tokens == complete(servers.plain, texts[i], ANSWER).tokens
             texts[i] = texts[i] + turn.decode.tokens + ids(10, number)
         talks[0].told, talks[1].told, talks[2].told = talks[1].told, talks[2].told, talks[0].told
 
@@ -167,9 +167,9 @@ def test_sources_that_are_not_there(servers: Cluster) -> None:
         ]
     ):
         text = ids(120, 60 + number)
-        found = reply_of(servers.prefill, text, 1, {**PREFILL_PARAMS, **hint})
+        found = complete(servers.prefill, text, 1, {**PREFILL_PARAMS, **hint})
         assert found.computed == 120
-        assert found.tokens == reply_of(servers.plain, text, 1).tokens
+        assert found.tokens == complete(servers.plain, text, 1).tokens
     assert "kv_hint names no engine to ask" in servers.prefill.log.read_text()
 
 
@@ -187,17 +187,17 @@ def test_sources_of_two_ranks_and_with_longer_blocks(servers: Cluster, model: Pa
         talk, text, had = Conversation(servers.prefill, d, "remote_kv_source"), ids(150, 90), 0
         for number in range(3):
             turn = talk.turn(text, 70)
-            assert turn.decode.tokens == reply_of(servers.plain, text, 70).tokens
+            assert turn.decode.tokens == complete(servers.plain, text, 70).tokens
             if number:
                 assert turn.prefill.computed <= len(text) - had + BLOCK
             had = len(text) + 70
             text = text + turn.decode.tokens + ids(21, number)
         text = ids(200, 95)
-        held = reply_of(other, text, 50, {"kvxfer_sources": []})
-        assert held.params is not None and held.tokens == reply_of(servers.plain, text, 50).tokens
+        held = complete(other, text, 50, {"kvxfer_sources": []})
+        assert held.kv_transfer_params is not None and held.tokens == complete(servers.plain, text, 50).tokens
         longer = text + held.tokens + ids(21, 96)
-        found = reply_of(servers.prefill, longer, 4, SCHEMAS["kvxfer_sources"](held.params))
-        assert found.tokens == reply_of(servers.plain, longer, 4).tokens
+        found = complete(servers.prefill, longer, 4, SCHEMAS["kvxfer_sources"](held.kv_transfer_params))
+        assert found.tokens == complete(servers.plain, longer, 4).tokens
 
 
 def test_a_source_that_has_lost_it_and_one_that_leaves(servers: Cluster, model: Path, tmp_path: Path) -> None:
@@ -219,13 +219,13 @@ def test_a_source_that_has_lost_it_and_one_that_leaves(servers: Cluster, model: 
             text = text + talk.turn(text, ANSWER).decode.tokens + ids(20, seed + 1)
             lose()
             turn = talk.turn(text, ANSWER)
-            assert turn.decode.tokens == reply_of(servers.plain, text, ANSWER).tokens
+            assert turn.decode.tokens == complete(servers.plain, text, ANSWER).tokens
             return turn.prefill.computed
 
         d = start("small")
         assert computed(400, lambda: None) <= 20 + BLOCK
         assert computed(402, lambda: d.post("/reset_prefix_cache", {})) == ANSWER + 20
-        assert computed(404, lambda: [reply_of(d, ids(400, 410 + n), 1) for n in range(6)]) == ANSWER + 20
+        assert computed(404, lambda: [complete(d, ids(400, 410 + n), 1) for n in range(6)]) == ANSWER + 20
 
         talk, history = Conversation(servers.prefill, d, "nixl"), ids(160, 420)
         history = history + talk.turn(history, ANSWER).decode.tokens + ids(20, 421)
@@ -235,15 +235,15 @@ def test_a_source_that_has_lost_it_and_one_that_leaves(servers: Cluster, model: 
         d.ask_to_stop()
         text = text + [next(answer) for _ in range(30)]  # what runs goes on
         answer.close()
-        found = reply_of(servers.decode, text, ANSWER, {"kvxfer_sources": [f"127.0.0.1:{settings['port']}"]})
-        assert found.tokens == reply_of(servers.plain, text, ANSWER).tokens
+        found = complete(servers.decode, text, ANSWER, {"kvxfer_sources": [f"127.0.0.1:{settings['port']}"]})
+        assert found.tokens == complete(servers.plain, text, ANSWER).tokens
         assert found.computed <= BLOCK
         assert d.ended(30), "nothing is left to wait for"
 
         told, talk = talk.told, Conversation(servers.prefill, start("its-successor"), "nixl")
         talk.told = told
         turn = talk.turn(history, ANSWER)
-        assert turn.decode.tokens == reply_of(servers.plain, history, ANSWER).tokens
+        assert turn.decode.tokens == complete(servers.plain, history, ANSWER).tokens
         assert turn.prefill.computed == ANSWER + 20
 
 
@@ -267,14 +267,14 @@ def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> No
             told[n] = talk.told
         with ThreadPoolExecutor(6) as pool:
             answers = [
-                pool.submit(reply_of, servers.prefill, text + ids(9, n), 1, SCHEMAS["nixl"](told[n]))
+                pool.submit(complete, servers.prefill, text + ids(9, n), 1, SCHEMAS["nixl"](told[n]))
                 for n, text in texts.items()
             ]
             d.kill()
             for n, answer in enumerate(answers):
-                assert answer.result().tokens == reply_of(servers.plain, texts[n] + ids(9, n), 1).tokens
-        found = reply_of(servers.prefill, texts[0] + ids(40, 5), 1, SCHEMAS["nixl"](told[0]))
-        assert found.tokens == reply_of(servers.plain, texts[0] + ids(40, 5), 1).tokens
+                assert answer.result().tokens == complete(servers.plain, texts[n] + ids(9, n), 1).tokens
+        found = complete(servers.prefill, texts[0] + ids(40, 5), 1, SCHEMAS["nixl"](told[0]))
+        assert found.tokens == complete(servers.plain, texts[0] + ids(40, 5), 1).tokens
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_other_models(tmp_path: Path, write: Any, block: int | None) -> None:
         talk, text, had = Conversation(cluster.prefill, cluster.decode, "nixl"), ids(300, 1), 0
         for number in range(3):
             turn = talk.turn(text, 100)
-            assert turn.decode.tokens == reply_of(cluster.plain, text, 100).tokens
+            assert turn.decode.tokens == complete(cluster.plain, text, 100).tokens
             if number and block is not None:
                 assert turn.prefill.computed <= len(text) - had + block
             had = len(text) + 100

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer.testing.engine import until
-from kvxfer_bench.sglang.asking import abort, ask_pair, generate, generated, room_of, sampling
+from kvxfer_bench.sglang.asking import GENERATE, abort, ask_pair, generated, room_of, sampling
 from kvxfer_bench.sglang.servers import SglangPair
 from kvxfer_vllm.demo.servers import Server
 from tests.conftest import require
@@ -114,12 +114,12 @@ def test_aborts_at_any_moment(stage: Stage, plain: Server, pair: SglangPair, who
 def test_a_request_that_prefill_aborts_before_decode_asks_for_it(stage: Stage, plain: Server, pair: SglangPair) -> None:
     room = room_of(pair)
     body = sampling(prompt(400, 300), TOKENS, **room)
-    first = stage.threads.submit(generate, pair.prefill, {**body, "rid": "early"})
+    first = stage.threads.submit(pair.prefill.post, GENERATE, {**body, "rid": "early"})
     time.sleep(0.3)
     abort(pair.prefill, "early")
     first.exception(20)
     begun = time.monotonic()
-    late = stage.threads.submit(generate, pair.decode, {**body, "rid": "late"})
+    late = stage.threads.submit(pair.decode.post, GENERATE, {**body, "rid": "late"})
     late.exception(30)
     took = time.monotonic() - begun
     assert took < 15, f"decode has waited for {took:.1f} s"

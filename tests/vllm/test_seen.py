@@ -9,18 +9,14 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
 from kvxfer.engine import step_wait
-from kvxfer.identity import TransferId
 from kvxfer.testing.engine import until
 from kvxfer_bench.vllm.handover import MODES, measure
 from kvxfer_bench.vllm.played import DecodeEngine, engines
-from kvxfer_bench.vllm.played_prefill import Producer, Prompt
-from kvxfer_vllm.said import content_name
 
 ROUNDS, LONG = 9, 12288
 
@@ -34,25 +30,14 @@ def test_no_step_passes_between_the_end_of_a_load_and_its_being_seen(overlap: bo
 
 
 @pytest.fixture(params=MODES.values(), ids=MODES)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[DecodeEngine, Producer]]:
-    with engines({"backend": "cma"}, 0.005, request.param) as found:
-        yield found
-
-
-def slow_load(engine: DecodeEngine, producer: Producer) -> Any:
-    """A request that loads what its producer computes in six seconds."""
-    source, base = producer.source, "own/1/slow"
-    params = {
-        "do_remote_prefill": True,
-        "remote_host": source.host,
-        "remote_port": source.port,
-        "kvxfer_transfer": base,
-        "kvxfer_epoch": f"{source.epoch:x}",
-    }
-    request = engine.request("slow", 1024, 1, params)
-    content = engine.digest(request)
-    producer.begin(Prompt(TransferId(content_name(base, content), 0), content, 1024, 60, 6.0))
-    return request
+def engine(request: pytest.FixtureRequest) -> Iterator[DecodeEngine]:
+    """One whose request is on its way from a producer that computes it in six seconds."""
+    with engines({"backend": "cma"}, 0.005, request.param) as (engine, producer, source):
+        slow, prompt = engine.load_from(source, "slow", 1024, 60, 6.0)
+        producer.send("compute", prompt)
+        engine.add(slow)
+        yield engine
+        producer.get()
 
 
 def seconds(engine: DecodeEngine) -> float:
@@ -67,10 +52,8 @@ def wait_for_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(
-    pair: tuple[DecodeEngine, Producer], monkeypatch: pytest.MonkeyPatch
+    engine: DecodeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, producer = pair
-    engine.add(slow_load(engine, producer))
     until(lambda: seconds(engine) >= 0.04)  # the load is on its way
     assert statistics.median(seconds(engine) for _ in range(5)) >= 0.04, "nothing else is to be done"
     engine.core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
@@ -88,10 +71,8 @@ def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(
 
 
 def test_a_request_that_is_to_be_computed_is_not_held_up_by_a_load(
-    pair: tuple[DecodeEngine, Producer], monkeypatch: pytest.MonkeyPatch
+    engine: DecodeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, producer = pair
-    engine.add(slow_load(engine, producer))
     for _ in range(4):
         engine.step()
     other = engine.request("other", 16, 64)

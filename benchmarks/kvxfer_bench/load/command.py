@@ -8,36 +8,33 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvxfer.cli.terminal import Say, progress
 from kvxfer.errors import ConfigError
-from kvxfer_bench.compared import parsed
 from kvxfer_bench.load.phases import CALM, PHASES, Measure, OpenLoop, Phase, load_rows
 from kvxfer_bench.load.played import PlayedWork, played
+from kvxfer_bench.options import Flags, Gpus, Json, KeepLogs, Rounds, parsed
 from kvxfer_bench.table import tables
+from kvxfer_bench.verdict import mixed_rounds
 
 
 def in_turns(
     measures: Mapping[str, Measure], arrivals: OpenLoop, rounds: int, say: Say
 ) -> dict[str, list[dict[str, Phase]]]:
     """Measure all phases of each configuration in each round, after one round that warms up."""
-    found: dict[str, list[dict[str, Phase]]] = {name: [] for name in measures}
-    turns = [(name, phase) for name in measures for phase in PHASES]
-    for number in range(rounds + 1):
-        here: dict[str, dict[str, Phase]] = {name: {} for name in measures}
-        for name, phase in random.sample(turns, len(turns)):
-            say(f"{name}, {phase}, round {number} of {rounds}" if number else f"{name}, {phase}, warm-up")
-            rate = 0.0 if phase == CALM else arrivals.a_second
-            here[name][phase] = measures[name](phase, OpenLoop(arrivals.seconds, rate, arrivals.tokens, number))
-        for name, phases in here.items() if number else ():
-            found[name].append(phases)
+    found: dict[str, list[dict[str, Phase]]] = {name: [{} for _ in range(rounds)] for name in measures}
+    turns = {f"{name}, {phase}": (name, phase) for name in measures for phase in PHASES}
+    for number, turn in mixed_rounds("load", turns, rounds, say):
+        name, phase = turns[turn]
+        rate = 0.0 if phase == CALM else arrivals.a_second
+        measured = measures[name](phase, OpenLoop(arrivals.seconds, rate, arrivals.tokens, number))
+        if number:
+            found[name][number - 1][phase] = measured
     return found
 
 
@@ -50,7 +47,7 @@ def load(
     tokens: Annotated[list[int], typer.Option(min=16, help="Tokens of a load; may be repeated.")] = [1024],  # noqa: B006
     others: Annotated[int, typer.Option(min=1, help="Requests that decode all the time.")] = 8,
     seconds: Annotated[float, typer.Option(min=0.1, max=120, help="Length of a phase.")] = 10.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that warms up.")] = 6,
+    rounds: Rounds = 6,
     model: Annotated[
         str,
         typer.Option(
@@ -58,17 +55,14 @@ def load(
             "compute Python and small torch operations, and wait as for a device."
         ),
     ] = "",
-    gpus: Annotated[
-        str,
-        typer.Option(help="GPUs of the prefill and the decode servers, such as 0,1, or 0 for both; none: processors."),
-    ] = "",
-    flags: Annotated[str, typer.Option(help="Further flags of the servers, separated by spaces.")] = "",
-    keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
+    gpus: Gpus = "",
+    flags: Flags = "",
+    keep_logs: KeepLogs = None,
     prefill_ms: Annotated[
         str, typer.Option(help="A step of the prefill engine: milliseconds of Python, and of the device.")
     ] = "10,90",
     decode_ms: Annotated[str, typer.Option(help="The same of the decode engine.")] = "4,8",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only: a line for each row of the table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure what transfers cost engines that are busy, and what busy engines cost transfers, as one table.
 
@@ -87,10 +81,7 @@ def load(
                 served,
             )  # here, because it needs the connector, and the played form does not
 
-            on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]
-            measures = stack.enter_context(
-                served(backends, model, on, tokens, others, flags.split(), keep_logs, progress())
-            )
+            measures = stack.enter_context(served(backends, model, gpus, tokens, others, flags, keep_logs, progress()))
         else:
             measures = {
                 text: stack.enter_context(played({"backend": name, **settings}, prefill, decode, others))

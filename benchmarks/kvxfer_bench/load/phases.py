@@ -94,7 +94,7 @@ class Row(NamedTuple):
     what: str
     unit: str
     median: float
-    interval: tuple[float, float] | None
+    interval: list[float] | None
     of: int
 
     @property
@@ -187,5 +187,4 @@ def _stages(rounds: Rounds) -> Iterator[Row]:
 
 def _row(what: str, unit: str, values: Sequence[float]) -> Row:
     found = estimate(values)
-    sure = None if found.low == -math.inf else (round(found.low, 3), round(found.high, 3))
-    return Row(what, unit, round(found.median, 3), sure, len(values))
+    return Row(what, unit, round(found.median, 3), found.interval(3), len(values))

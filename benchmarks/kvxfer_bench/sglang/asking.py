@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvxfer_bench.sglang.servers import HOST, SglangPair
+from kvxfer_bench.vllm.streams import streamed
 from kvxfer_vllm.demo.servers import Server, ServerError
 
 ANSWER_S = 120.0
+GENERATE = "/generate"
 _NUMBERS = itertools.count()
 
 
@@ -24,24 +25,6 @@ def sampling(ids: Sequence[int] | Sequence[Sequence[int]], tokens: int, **more: 
     """Return the body of a request that generates tokens greedily behind a prompt or several."""
     settings = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return {"input_ids": ids, "sampling_params": settings, **more}
-
-
-def generate(server: Server, body: dict[str, Any], timeout: float = ANSWER_S) -> Any:
-    """Return a server's answer: an object, or a list of them where there are several prompts.
-
-    Raises:
-        ServerError: It has none.
-    """
-    request = urllib.request.Request(
-        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise server.error(f"answered {error.code}: {error.read().decode(errors='replace')[:500]}") from None
-    except OSError as error:
-        raise server.error(f"did not answer: {error}") from None
 
 
 def generated(answer: dict[str, Any]) -> list[int]:
@@ -97,8 +80,8 @@ def ask_pair(
     room = room_of(pair, batch)
     return Asked(
         rid,
-        threads.submit(generate, pair.prefill, body("p"), timeout),
-        threads.submit(generate, pair.decode, body("d"), timeout),
+        threads.submit(pair.prefill.post, GENERATE, body("p"), timeout),
+        threads.submit(pair.decode.post, GENERATE, body("d"), timeout),
     )
 
 
@@ -109,45 +92,18 @@ def abort(server: Server, rid: str) -> None:
     urllib.request.urlopen(request, timeout=30).close()
 
 
-@dataclass(frozen=True)
-class Streamed:
-    """A streamed answer.
-
-    Attributes:
-        first_s: Seconds until its first token.
-        all_s: Seconds until its last one.
-        tokens: How many there were.
-    """
-
-    first_s: float
-    all_s: float
-    tokens: int
-
-
-def ask_streaming(threads: ThreadPoolExecutor, pair: SglangPair, ids: Sequence[int], tokens: int) -> Streamed:
-    """Send a request to both servers, and read the decode server's answer token by token.
+def ask_streaming(threads: ThreadPoolExecutor, pair: SglangPair, ids: Sequence[int], tokens: int) -> tuple[float, int]:
+    """Send a request to both servers; return the seconds until the decode server's first token, and how many tokens came.
 
     Raises:
-        ServerError: It has none.
+        ServerError: It has no answer.
     """
     body = sampling(ids, tokens, **room_of(pair))
-    begun, first, count = time.monotonic(), 0.0, 0
-    threads.submit(generate, pair.prefill, body)
-    request = urllib.request.Request(
-        f"{pair.decode.url}/generate",
-        json.dumps({**body, "stream": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as lines:
-            for line in lines:
-                if not line.startswith(b"data: {"):
-                    continue
-                count = len(generated(json.loads(line[6:])))
-                first = first or time.monotonic() - begun
-    except OSError as error:
-        raise pair.decode.error(f"did not answer: {error}") from None
-    return Streamed(first, time.monotonic() - begun, count)
+    begun, first, count = time.perf_counter(), 0.0, 0
+    threads.submit(pair.prefill.post, GENERATE, body, ANSWER_S)
+    for at, said in streamed(pair.decode, GENERATE, body, timeout=ANSWER_S):
+        first, count = first or at - begun, len(generated(json.loads(said)))
+    return first, count
 
 
 def room_of(pair: SglangPair, batch: int = 0) -> dict[str, Any]:

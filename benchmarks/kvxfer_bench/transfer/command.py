@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import typer
 
+from kvxfer.cli.host import check_memory
 from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.config import Integrity
+from kvxfer.data.policy import default_staging
 from kvxfer.errors import ConfigError
-from kvxfer.identity import Source
 from kvxfer.settings import json_object
-from kvxfer_bench.transfer.pair import Pair, cache_devices, check_room, pair
+from kvxfer_bench.options import Backend, BackendOptions, Device, Json
+from kvxfer_bench.transfer.pair import Pair, cache_devices, pair
 from kvxfer_bench.transfer.shapes import MODELS, Model, Request
-
-PAUSE_S = 0.02
 
 
 def measure(
@@ -31,23 +30,18 @@ def measure(
     repeat: int,
     staging_bytes: int | None,
     integrity: Integrity = "off",
-    step_ms: float = 0.0,
-    at_once: int = 1,
     say: Say = silent,
 ) -> dict[str, Any]:
     """Run the benchmark, and its session part also with ``integrity``; ``say`` is told what is being measured.
 
-    If ``at_once`` is more than 1, also fetch as many requests at once, of ``tokens`` each.
-
     Returns:
-        Figures with their unit in the key (GB means 1e9 bytes): medians of ``repeat`` rounds, back to back or
-        (``after_pause``) 20 ms apart.
+        Figures with their unit in the key (GB means 1e9 bytes): medians of ``repeat`` rounds.
     """
     shape = MODELS[model]
     where = cache_devices(device)
-    check_room(where, shape, tokens * at_once, staging_bytes)
-    requests = [Request(shape, tokens, number, at_once) for number in range(at_once)]
-    request = requests[0]
+    cache = shape.cache_blocks(tokens) * shape.page * shape.layers
+    check_memory(where, cache + (staging_bytes or default_staging(where[0])), f"--tokens {tokens}")
+    request = Request(shape, tokens)
     out: dict[str, Any] = {
         "backend": backend,
         "device": device,
@@ -57,15 +51,14 @@ def measure(
         "kv_bytes": request.nbytes,
         "repeat": repeat,
         "blocks": len(request),
-        **({"step_ms": step_ms} if step_ms else {}),
         "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
     }
     say(f"starting two processes, each with {request.blocks} blocks of {model}")
-    with pair(backend, options, shape, request.blocks, where, staging_bytes, step_ms=step_ms) as both:
+    with pair(backend, options, shape, request.blocks, where, staging_bytes) as both:
         say(f"moving {request.nbytes / 2**20:.0f} MiB with the back end alone")
         out |= _transport(both, request.src, request.dst, repeat)
         say("between two agents")
-        out |= _session(both, requests, repeat, integrity)
+        out |= _session(both, request, repeat, integrity)
     # The same bytes as one run in one block: what the back end can do when nothing is scattered.
     say("with the back end alone, as one message")
     whole = Model(1, 1, out["kv_bytes"], 1)
@@ -84,7 +77,6 @@ def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
     mode = both.connect()
     both.consumer("clear")
     rounds, said = both.move(src, dst, repeat + 2)
-    rested, _ = both.move(src, dst, repeat, PAUSE_S)
     both.expect(dst, src, "transport")
     seconds = statistics.median(rounds[2:])
     return {
@@ -92,25 +84,21 @@ def _transport(both: Pair, src: Any, dst: Any, repeat: int) -> dict[str, Any]:
         "staged": bool(said["staged"]),
         "transport_ms": round(1e3 * seconds, 3),
         "transport_GB_per_s": round(said["bytes"] / seconds / 1e9, 3),
-        "transport_after_pause_ms": round(1e3 * statistics.median(rested), 3),
     }
 
 
-def _session(both: Pair, requests: list[Request], repeat: int, integrity: Integrity) -> dict[str, Any]:
-    """Measure transfers between agents: of one request, those that are checked in turns with those that are not; then all at once."""
+def _session(both: Pair, request: Request, repeat: int, integrity: Integrity) -> dict[str, Any]:
+    """Measure transfers between agents: those that are checked in turns with those that are not."""
     p, d = both.producer, both.consumer
-    src, dst = requests[0].src, requests[0].dst
     d("clear")
     ways: tuple[Integrity, ...] = ("off",) if integrity == "off" else ("off", integrity)
     sources = {way: p("open_agent", way) for way in ways}
     for way in ways:
         d("open_agent", way)
-    numbers, rested = range(repeat + 2), range(repeat + 2, 2 * repeat + 2)
-    p("offer", [*numbers, *rested], src)
+    p("offer", range(repeat + 2), request.src)
     time.sleep(0.05)  # fetch requests must find the transfers offered
-    rounds = d("fetch", numbers, dst, sources, 0.0)
-    after_pause = d("fetch", rested, dst, sources, PAUSE_S)
-    both.expect(dst, src, "session")
+    rounds = d("fetch", range(repeat + 2), request.dst, sources)
+    both.expect(request.dst, request.src, "session")
     fetch = {way: statistics.median(r[way]["fetch_s"] for r in rounds[2:]) for way in ways}
     session = statistics.median(r["off"]["session_s"] for r in rounds[2:])
     first, nbytes = rounds[0]["off"]["fetch_s"], rounds[0]["off"]["bytes"]
@@ -119,37 +107,13 @@ def _session(both: Pair, requests: list[Request], repeat: int, integrity: Integr
         "fetch_ms": round(1e3 * fetch["off"], 3),
         "session_ms": round(1e3 * session, 3),
         "session_GB_per_s": round(nbytes / session / 1e9, 3),
-        "session_after_pause_ms": round(1e3 * statistics.median(r["off"]["session_s"] for r in after_pause), 3),
         "engine_thread_us": round(1e6 * statistics.median(r["off"]["call_s"] for r in rounds[2:]), 1),
     }
     if integrity != "off":
         out["integrity"] = integrity
         out["checked_fetch_ms"] = round(1e3 * fetch[integrity], 3)
         out["checked_to_unchecked"] = round(fetch["off"] / fetch[integrity], 3)
-    if len(requests) > 1:
-        out |= _at_once(both, requests, sources["off"], range(2 * repeat + 2, 3 * repeat + 4))
     return out
-
-
-def _at_once(both: Pair, requests: list[Request], source: Source, rounds: Sequence[int]) -> dict[str, Any]:
-    """Measure all requests at once, as often as there are ``rounds``, of which two warm up."""
-    p, d = both.producer, both.consumer
-    d("clear")
-    took = []
-    for r in rounds:
-        numbers = [r * len(requests) + i for i in range(len(requests))]
-        for number, request in zip(numbers, requests, strict=True):
-            p("offer", [number], request.src)
-        time.sleep(0.05)  # as above
-        took.append(d("fetch_at_once", numbers, [request.dst for request in requests], source))
-    for request in requests:
-        both.expect(request.dst, request.src, "session")
-    seconds = statistics.median(took[2:])
-    return {
-        "at_once": len(requests),
-        "at_once_ms": round(1e3 * seconds, 3),
-        "at_once_GB_per_s": round(sum(request.nbytes for request in requests) / seconds / 1e9, 3),
-    }
 
 
 def _raw_copy(where: tuple[str, str], nbytes: int) -> float:
@@ -179,12 +143,12 @@ def _raw_copy(where: tuple[str, str], nbytes: int) -> float:
 
 
 def transfer(
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
-    device: Annotated[str, typer.Option(help="Memory of both caches: cpu or cuda.")] = "cpu",
+    backend: Backend = "tcp",
+    device: Device = "cpu",
     tokens: Annotated[int, typer.Option(help="Length of the prompt, in tokens.", min=1)] = 1024,
     model: Annotated[str, typer.Option(help=f"Shape of the cache: {', '.join(MODELS)}.")] = "llama-3-8b",
     repeat: Annotated[int, typer.Option(help="Rounds that count, after two that warm up.", min=1)] = 5,
-    options: Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")] = "{}",
+    options: BackendOptions = "{}",
     staging_bytes: Annotated[
         int | None,
         typer.Option(min=1, help="Staging memory on each side, in bytes; as much as engines take by default."),
@@ -192,16 +156,7 @@ def transfer(
     integrity: Annotated[
         str, typer.Option(help="Also measure transfers that are checked: sample or full, or off for none.")
     ] = "off",
-    step_ms: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Python work that each engine does in every step during that, in milliseconds; 0 for no steps."
-        ),
-    ] = 0.0,
-    at_once: Annotated[
-        int, typer.Option(min=1, help="Also fetch this many requests in parallel, each of --tokens tokens; 1 for none.")
-    ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Move a request's scattered blocks between two processes, check them, and print how fast they were moved.
 
@@ -214,7 +169,7 @@ def transfer(
         raise ConfigError(f"--integrity must be one of {', '.join(get_args(Integrity))}, not {integrity!r}")
     chosen = json_object(options, "--options")
     checked = cast(Integrity, integrity)
-    out = measure(backend, chosen, device, tokens, model, repeat, staging_bytes, checked, step_ms, at_once, progress())
+    out = measure(backend, chosen, device, tokens, model, repeat, staging_bytes, checked, progress())
     if as_json:
         typer.echo(json.dumps(out))
         return

@@ -2,13 +2,11 @@
 
 There are two figures. *Transport*: both data threads are given the same part; the time runs from when the later one starts on it to
 the later end. *Session*: the producer has offered and the consumer fetches; the time runs from when the consumer hears of the offer
-to the outcome. Rounds follow each other immediately, as under load, or each after a pause. On a shared machine, the caches of a core
-that has been idle for milliseconds hold other processes' data, and what runs next takes several times as long.
+to the outcome. Rounds follow each other immediately, as under load.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,23 +19,21 @@ import numpy as np
 
 from kvxfer.block_table import Ints
 from kvxfer.config import Config, Integrity
-from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
 from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, SlotNews
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.part_ends import Limits
 from kvxfer.data.policy import LinkPolicy, stager
 from kvxfer.flag import Flag
 from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
-from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
+from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import piece_bytes
-from kvxfer.protocol.values import Ended, Move, Moved, PartRef, Released, Role
+from kvxfer.protocol.values import Move, Moved, PartRef, Role
+from kvxfer.testing.engine import AgentEngine
 from kvxfer.transport import Verb, load
-from kvxfer.values import BlockTable, Fetch, Offer
-from kvxfer_bench.transfer.shapes import Memory, Model, Pool
+from kvxfer_bench.agents import BASE, await_end, fetched, offered
+from kvxfer_bench.transfer.shapes import Model, Pool
 
-BASE = TransferBase("bench")
 T, LINK = TransferId(BASE, 0), b"link"
 SPIN_S, WAIT_S = 0.0002, 120.0
 
@@ -89,8 +85,6 @@ class Setup:
     blocks: int  # of the cache
     device: str  # of the cache
     staging_bytes: int | None  # None for an engine's default
-    memory: Memory = "plain"  # of the cache
-    step_ms: float = 0.0  # of Python that a thread of the engine runs in each of its steps, with 1 ms of sleep between
 
 
 class BenchEngine:
@@ -98,7 +92,7 @@ class BenchEngine:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._pool = Pool(setup.model, setup.blocks, setup.device, setup.memory)
+        self._pool = Pool(setup.model, setup.blocks, setup.device)
         if setup.role == "producer":
             self._pool.fill()
         self._config = Config(
@@ -107,19 +101,9 @@ class BenchEngine:
             transfer_timeout=WAIT_S,
             staging_bytes=setup.staging_bytes,
         )
-        self._agents: dict[Integrity, tuple[Agent, Directory]] = {}
+        self._engines: dict[Integrity, AgentEngine] = {}
         self._data: DataThread | None = None
         self._rounds = 0
-        if setup.step_ms:
-            threading.Thread(target=self._make_steps, name="steps", daemon=True).start()
-
-    def _make_steps(self) -> None:
-        """Make empty steps, as vLLM's engine does while it waits for a load."""
-        while True:
-            until = time.perf_counter() + self._setup.step_ms / 1e3
-            while time.perf_counter() < until:
-                pass
-            time.sleep(0.001)
 
     # --- transport -------------------------------------------------------------------------------------------------
 
@@ -149,16 +133,16 @@ class BenchEngine:
         self._take(Connected)
         return self._policy.mode
 
-    def move(self, src: Ints, dst: Ints, pipe: Connection, rounds: int, pause: float) -> list[dict[str, float]]:
-        """Move all the blocks ``rounds`` times, pausing for ``pause`` seconds before each; ``pipe`` leads to the other side.
+    def move(self, src: Ints, dst: Ints, pipe: Connection, rounds: int) -> list[dict[str, float]]:
+        """Move all the blocks ``rounds`` times; ``pipe`` leads to the other side.
 
         Returns:
             For each round its start and end, on a clock that all processes of a host share, and its bytes.
         """
         peer = Meeting(pipe)
-        return [self._move(src, dst, peer, pause) for _ in range(rounds)]
+        return [self._move(src, dst, peer) for _ in range(rounds)]
 
-    def _move(self, src: Ints, dst: Ints, peer: Meeting, pause: float) -> dict[str, float]:
+    def _move(self, src: Ints, dst: Ints, peer: Meeting) -> dict[str, float]:
         assert self._data is not None
         producer, mode = self._setup.role == "producer", self._policy.mode
         plan = self._plan(src, dst)
@@ -169,7 +153,6 @@ class BenchEngine:
         verb = outgoing if producer else incoming
         begun = done = 0.0
         self._rounds += 1
-        time.sleep(pause)
         if incoming and outgoing:
             peer.meet()
         if verb is not None:
@@ -226,58 +209,40 @@ class BenchEngine:
             self._data.close(10.0)
             self._data = None
         config = msgspec.structs.replace(self._config, integrity=integrity)
-        agent = Agent(self._pool.cache, config, self._setup.role)
-        directory = Directory(Config(), self._setup.role, epoch=agent.epoch)
-        self._agents[integrity] = agent, directory
-        directory.publish((agent.descriptor,))
-        return directory.source
+        made = self._engines[integrity] = AgentEngine(config, name=self._setup.role, caches=(self._pool.cache,))
+        return made.source
 
     def offer(self, numbers: Sequence[int], src: Ints) -> None:
         """Offer transfers on the agents of all ways of checking."""
-        tokens = len(src) * self._pool.cache.groups[0].block_tokens
+        tokens = len(src) * self._setup.model.block_tokens
         for number in numbers:
-            for agent, _ in self._agents.values():
-                agent.offer(Offer(TransferId(BASE, number), b"d", FIRST, tokens, BlockTable.of([src]), True))
+            for made in self._engines.values():
+                made.agents[0].offer(offered(number, src, tokens))
 
     def fetch(
-        self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source], pause: float
+        self, numbers: Sequence[int], dst: Ints, sources: dict[Integrity, Source]
     ) -> list[dict[Integrity, dict[str, float]]]:
-        """Fetch transfers one after the other, with a pause of ``pause`` seconds before each, and each in all ways of checking.
+        """Fetch transfers one after the other, each in all ways of checking.
 
         Returns:
             For each transfer and way: ``call_s``, the cost to the engine's thread; ``fetch_s``, the time to the outcome;
             and ``session_s``, the same without the wait for the producer's announcement.
         """
-        return [{way: self._fetch(way, n, dst, source, pause) for way, source in sources.items()} for n in numbers]
+        return [{way: self._fetch(way, n, dst, source) for way, source in sources.items()} for n in numbers]
 
-    def _fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source, pause: float) -> dict[str, float]:
-        agent, _ = self._agents[integrity]
-        spec = self._spec(number, dst, source)
-        time.sleep(pause)
+    def _fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source) -> dict[str, float]:
+        agent = self._engines[integrity].agents[0]
+        spec = fetched(number, source, dst, len(dst) * self._setup.model.block_tokens)
         begun = time.perf_counter()
         agent.fetch(spec)
         called = time.perf_counter()
-        [event] = _delivered(agent, 1)
+        event = await_end(agent, WAIT_S)
         return {
             "fetch_s": event.seconds,
             "session_s": event.seconds - event.waited,
             "call_s": called - begun,
             "bytes": event.nbytes,
         }
-
-    def fetch_at_once(self, numbers: Sequence[int], dsts: Sequence[Ints], source: Source) -> float:
-        """Fetch unchecked transfers at once; return the seconds from before the first call to the last outcome."""
-        agent, _ = self._agents["off"]
-        specs = [self._spec(number, dst, source) for number, dst in zip(numbers, dsts, strict=True)]
-        begun = time.perf_counter()
-        for spec in specs:
-            agent.fetch(spec)
-        _delivered(agent, len(specs))
-        return time.perf_counter() - begun
-
-    def _spec(self, number: int, dst: Ints, source: Source) -> Fetch:
-        tokens = len(dst) * self._pool.cache.groups[0].block_tokens
-        return Fetch(Handle(str(number)), TransferId(BASE, number), b"d", source, BlockTable.of([dst]), 0, tokens)
 
     # --- both ------------------------------------------------------------------------------------------------------
 
@@ -307,32 +272,8 @@ class BenchEngine:
         """End whatever was opened."""
         if self._data is not None:
             self._data.close(10.0)
-        for agent, directory in self._agents.values():
-            agent.close()
-            directory.close()
-
-
-def _delivered(agent: Agent, count: int) -> list[Ended]:
-    """Return how ``count`` fetches ended, once their blocks are released.
-
-    Raises:
-        RuntimeError: One was not delivered.
-        TimeoutError: They do not end.
-    """
-    until = time.perf_counter() + WAIT_S
-    ended: list[Ended] = []
-    released = 0
-    while len(ended) < count or released < count:
-        for event in agent.events():
-            released += isinstance(event, Released)
-            if isinstance(event, Ended):
-                if not event.outcome.delivered:
-                    raise RuntimeError(str(event.outcome))
-                ended.append(event)
-        if time.perf_counter() > until:
-            raise TimeoutError("the fetch did not end")
-        time.sleep(0.0001)
-    return ended
+        for made in self._engines.values():
+            made.close()
 
 
 @dataclass(frozen=True)

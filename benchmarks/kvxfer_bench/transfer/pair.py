@@ -5,18 +5,15 @@ from __future__ import annotations
 import multiprocessing as mp
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 from kvxfer.block_table import Ints
-from kvxfer.cli.host import check_memory
-from kvxfer.data.policy import default_staging
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.memory import devices_of
 from kvxfer.protocol.values import Role
 from kvxfer.testing.remote import Remote
 from kvxfer_bench.transfer.engine import BenchEngine, Setup
-from kvxfer_bench.transfer.shapes import Memory, Model
+from kvxfer_bench.transfer.shapes import Model
 
 
 class Pair:
@@ -38,24 +35,20 @@ class Pair:
         d("connect", ends[0])
         return str(p.get())
 
-    def move(self, src: Ints, dst: Ints, rounds: int = 1, pause: float = 0.0) -> tuple[list[float], dict[str, Any]]:
-        """Move the blocks with the back end, pausing for ``pause`` seconds before each round.
+    def move(self, src: Ints, dst: Ints, rounds: int = 1) -> tuple[list[float], dict[str, Any]]:
+        """Move the blocks with the back end.
 
         Returns:
             The time of each round, and what the producer reports about the last.
         """
-        with self.pipe() as (one, two):
-            self.producer.send("move", src, dst, one, rounds, pause)
-            self.consumer.send("move", src, dst, two, rounds, pause)
-            ours, theirs = self.answers()
-        return [span(*sides) for sides in zip(ours, theirs, strict=True)], ours[-1]
-
-    @contextmanager
-    def pipe(self) -> Iterator[tuple[Connection, Connection]]:
-        """Connect the two sides by a pipe."""
         one, two = mp.get_context("spawn").Pipe()
         with one, two:
-            yield one, two
+            self.producer.send("move", src, dst, one, rounds)
+            self.consumer.send("move", src, dst, two, rounds)
+            ours, theirs = self.answers()
+        return [
+            max(s["done"] for s in sides) - max(s["begun"] for s in sides) for sides in zip(ours, theirs, strict=True)
+        ], ours[-1]
 
     def expect(self, dst: Ints, src: Ints, what: str) -> None:
         """Check that the consumer's blocks are the producer's.
@@ -85,26 +78,15 @@ class Pair:
 
 @contextmanager
 def pair(
-    backend: str,
-    options: dict[str, Any],
-    model: Model,
-    blocks: int,
-    where: tuple[str, str],
-    staging_bytes: int | None,
-    memory: Memory = "plain",
-    step_ms: float = 0.0,
-    engine: type[BenchEngine] = BenchEngine,
+    backend: str, options: dict[str, Any], model: Model, blocks: int, where: tuple[str, str], staging_bytes: int | None
 ) -> Iterator[Pair]:
-    """Start two processes, each with a cache of ``blocks`` blocks, on the devices ``where``, in memory of one kind.
-
-    ``step_ms``: milliseconds of Python that each runs per step meanwhile. ``engine``: what runs in each of them.
-    """
+    """Start two processes, each with a cache of ``blocks`` blocks, on the devices ``where``."""
     with ExitStack() as stack:
         made = []
         roles: tuple[Role, Role] = ("producer", "consumer")
         for role, device in zip(roles, where, strict=True):
-            setup = Setup(role, backend, options, model, blocks, device, staging_bytes, memory, step_ms)
-            made.append(Remote(role, engine, setup))
+            setup = Setup(role, backend, options, model, blocks, device, staging_bytes)
+            made.append(Remote(role, BenchEngine, setup))
             stack.callback(made[-1].close)
         yield Pair(*made)
 
@@ -119,18 +101,3 @@ def cache_devices(device: str) -> tuple[str, str]:
     if not here:
         raise ConfigError(f"--device {device}: no device of kind {device!r} is here")
     return here[0], here[min(1, len(here) - 1)]
-
-
-def check_room(where: tuple[str, str], model: Model, tokens: int, staging_bytes: int | None, pairs: int = 1) -> None:
-    """Refuse a prompt for which there is no room in ``pairs`` pairs of caches with their staging memory.
-
-    Raises:
-        ConfigError: There is too little memory.
-    """
-    cache = model.cache_blocks(tokens) * model.page * model.layers
-    check_memory(where, pairs * (cache + (staging_bytes or default_staging(where[0]))), f"--tokens {tokens}")
-
-
-def span(*sides: dict[str, float]) -> float:
-    """Return the seconds of a round, from when the later side began to when the later one was done."""
-    return max(s["done"] for s in sides) - max(s["begun"] for s in sides)

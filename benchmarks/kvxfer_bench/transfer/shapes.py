@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.block_table import Ints
-from kvxfer.geometry import Cache, Group, Heads, Region, View
-
-Memory = Literal["plain", "declared", "elastic"]
-"""Kind of a cache's memory. ``plain``; ``declared``, which is the same but declared to be elastic, so that it is moved like elastic memory;
-or ``elastic``, which on a GPU is mapped by pages and in host memory is like ``declared``."""
+from kvxfer.geometry import Cache, Rank
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: makes the words of consecutive indices unlike
 
@@ -44,17 +42,14 @@ class Model:
 
 
 class Request:
-    """A prompt in scattered blocks, with ids ``src`` on the producer and ``dst`` on the consumer, each out of ``blocks`` blocks.
+    """A prompt in scattered blocks, with ids ``src`` on the producer and ``dst`` on the consumer, each out of ``blocks`` blocks."""
 
-    It may be one of ``count`` prompts in the same caches, which have no block in common.
-    """
-
-    def __init__(self, model: Model, tokens: int, number: int = 0, count: int = 1) -> None:
+    def __init__(self, model: Model, tokens: int) -> None:
         need = model.prompt_blocks(tokens)
-        self.blocks = model.cache_blocks(need * model.block_tokens * count)
+        self.blocks = model.cache_blocks(tokens)
         self.nbytes = need * model.page * model.layers
-        rng, mine = np.random.default_rng(0), slice(number * need, (number + 1) * need)
-        self.src, self.dst = (rng.permutation(self.blocks)[mine].astype(np.int64) for _ in range(2))
+        rng = np.random.default_rng(0)
+        self.src, self.dst = (rng.permutation(self.blocks)[:need].astype(np.int64) for _ in range(2))
 
     def __len__(self) -> int:
         """Return how many blocks it fills."""
@@ -73,67 +68,68 @@ MODELS = {
 
 
 class Pool:
-    """A cache of ``blocks`` blocks on ``device`` in one allocation, with token-major blocks."""
+    """A cache of ``blocks`` blocks on ``device`` in one allocation, with token-major blocks, seen as words of eight bytes.
 
-    def __init__(self, model: Model, blocks: int, device: str, memory: Memory = "plain") -> None:
+    ``tp``: which of how many ranks it belongs to, each with the model's heads. One thread writes and reads it with these methods;
+    what they write is there when they return.
+    """
+
+    def __init__(self, model: Model, blocks: int, device: str = "cpu", tp: tuple[int, int] = (0, 1)) -> None:
         self.model, self.blocks, self.device = model, blocks, device
-        self.nbytes = model.layers * blocks * model.page
-        self._torch: Any = None
-        if device == "cpu":
-            self.words: Any = np.zeros(self.nbytes // 8, np.int64)
-            address = self.words.ctypes.data
-        else:
+        outer = {"layer": model.layers, "block": blocks}
+        if model.outermost == "blocks":
+            outer = dict(reversed(outer.items()))
+        sizes = outer | {"token": model.block_tokens, "head": model.heads, "unit": model.head_bytes // 8}
+        if model.heads * tp[1] == 1:
+            del sizes["head"]
+        self._xp: Any = np
+        if device != "cpu":
             import torch
 
-            self._torch = torch
+            self._xp = torch
             torch.cuda.set_device(device)
-            if memory == "elastic":
-                torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-            self.words = torch.zeros(self.nbytes // 8, dtype=torch.int64, device=device)
-            address = self.words.data_ptr()
-        self.cache = self._describe(Region(address, self.nbytes, device, memory != "plain"))
-
-    def _describe(self, region: Region) -> Cache:
-        m = self.model
-        by_layer, by_block = self._strides()
-        offsets = tuple(i * by_layer * m.page for i in range(m.layers))
-        layers = tuple(f"layer.{i}" for i in range(m.layers))
-        heads = Heads(0, m.heads, m.heads, m.head_bytes) if m.heads > 1 else None
-        block, token = by_block * m.page, m.heads * m.head_bytes
-        view = View("kv", 0, layers, offsets, self.blocks, block, m.head_bytes, "bench", heads, token)
-        return Cache((region,), (Group(m.block_tokens),), (view,))
-
-    def _strides(self) -> tuple[int, int]:
-        """Return how many pages lie from one layer to the next, and from one block to the next."""
-        return (self.blocks, 1) if self.model.outermost == "layers" else (1, self.model.layers)
+        self._on = {} if device == "cpu" else {"device": device}
+        self.words: Any = self._xp.zeros(tuple(sizes.values()), dtype=self._xp.int64, **self._on)
+        heads = (tp[0] * model.heads, tp[1] * model.heads) if "head" in sizes else None
+        dims = " ".join(sizes)
+        self.cache = Cache.of_tensors(self.words, dims, encoding="bench", heads=heads, rank=Rank(tp=tp[0]))
+        self._by_layer = self.words if model.outermost == "layers" else self.words.swapaxes(0, 1)
 
     def fill(self) -> None:
         """Set word i to i times a constant."""
-        if self._torch is None:
-            np.multiply(np.arange(len(self.words), dtype=np.int64), _GOLDEN, out=self.words)
-        else:
-            self.words.copy_(self._torch.arange(len(self.words), device=self.device) * _GOLDEN)
-            self._torch.cuda.synchronize()
+        flat = self.words.reshape(-1)
+        flat[:] = self._xp.arange(len(flat), **self._on)
+        flat *= _GOLDEN
+        self._settle()
 
     def clear(self) -> None:
         """Set every word to zero."""
         self.words[:] = 0
-        if self._torch is not None:
-            self._torch.cuda.synchronize()
+        self._settle()
+
+    def put(self, blocks: Sequence[int], values: NDArray[np.int64] | int) -> None:
+        """Write ``[layer, len(blocks), token, head, word]``, or one value everywhere."""
+        self._by_layer[:, self._there(blocks)] = values if isinstance(values, int) else self._there(values)
+        self._settle()
+
+    def get(self, blocks: Sequence[int]) -> NDArray[np.int64]:
+        """Return a copy of what blocks hold, ``[layer, len(blocks), token, head, word]``."""
+        found = self._by_layer[:, self._there(blocks)]
+        return found if self._xp is np else np.asarray(found.cpu().numpy())
 
     def matches(self, mine: Ints, theirs: Ints) -> bool:
         """Return whether our blocks ``mine`` hold, bit for bit, what ``fill`` wrote to the blocks ``theirs`` of such a pool."""
-        xp: Any = self._torch if self._torch is not None else np
-        per_page = self.model.page // 8
-        by_layer, by_block = self._strides()
-        pages = self.words.reshape(-1, per_page)
-        word = xp.arange(per_page) if self._torch is None else xp.arange(per_page, device=self.device)
-        at_mine, first = self._put(mine * by_block), self._put(theirs * by_block * per_page)[:, None]
-        for layer in range(self.model.layers):
-            want = (first + word[None, :] + layer * by_layer * per_page) * _GOLDEN
-            if not bool((pages[at_mine + layer * by_layer] == want).all()):
+        page, layers = self.model.page // 8, self.model.layers
+        for layer in range(layers):
+            first = layer * self.blocks + theirs if self.model.outermost == "layers" else theirs * layers + layer
+            want = self._there(first * page)[:, None] + self._there(np.arange(page))
+            if not bool((self._by_layer[layer][self._there(mine)].reshape(-1, page) == want * _GOLDEN).all()):
                 return False
         return True
 
-    def _put(self, values: Ints) -> Any:
-        return values if self._torch is None else self._torch.as_tensor(values, device=self.device)
+    def _there(self, values: Any) -> Any:
+        return np.asarray(values) if self._xp is np else self._xp.as_tensor(values, **self._on)
+
+    def _settle(self) -> None:
+        if self._xp is not np:
+            self._xp.cuda.synchronize(self.device)

@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from kvxfer.cli.terminal import progress
-from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation, PlayedTurn, reply_of
+from kvxfer_bench.options import Backend, Flags, Gpus, Json
+from kvxfer_bench.servers import START_S, shape_of, starting
+from kvxfer_bench.table import tables
+from kvxfer_bench.verdict import mixed_rounds
+from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation
+from kvxfer_bench.vllm.pairs import ROLES
 from kvxfer_vllm.demo.metrics import total
-from kvxfer_vllm.demo.model import SHAPES, write_model, write_shape
-from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector, ended_by_sigterm, ended_together, free_port
+from kvxfer_vllm.demo.model import SHAPES
+from kvxfer_vllm.demo.routing import Generated, complete
+from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector, free_port
 
 RECOMPUTE, LOAD, NIXL = "recompute", "load", "nixl"
 """The three ways; the first two share their servers."""
@@ -53,65 +57,50 @@ def conversation(
             f"than what is new and a block of {BLOCK} tokens.",
         ),
     ] = False,
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
+    backend: Backend = "tcp",
     model: Annotated[str, typer.Option(help="A shape of a model: " + ", ".join(SHAPES))] = "tiny",
-    gpus: Annotated[
-        str, typer.Option(help="GPUs of the prefill and of the decode server, as 0,1; none: processors.")
-    ] = "",
+    gpus: Gpus = "",
     nixl: Annotated[bool, typer.Option(help="Measure vLLM's NixlConnector in its bidirectional mode, too.")] = False,
-    flags: Annotated[str, typer.Option(help="Further flags of each server, separated by spaces.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+    flags: Flags = "",
+    as_json: Json = False,
 ) -> None:
     """Time turns of conversations on real servers: the KV of earlier answers loaded from the decode server, or computed again."""
     if schema not in SCHEMAS:
         raise typer.BadParameter(f"{schema!r} is none of {', '.join(SCHEMAS)}", param_hint="--schema")
-    say = progress()
-    with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder:
-        path, logs = Path(folder) / "model", Path(folder)
-        further = [*FLAGS, *flags.split()]
-        if model == "tiny":
-            write_model(path)
-        else:
-            write_shape(path, SHAPES[model])
-            further += ["--load-format", "dummy", "--dtype", SHAPES[model].dtype, "--max-model-len", str(32768)]
-        on = gpus.split(",") if gpus else []
-        with ended_together() as begun:
+    say, shape = progress(), shape_of(model)
+    usual = [*FLAGS, "--dtype", shape.dtype, "--max-model-len", str(min(shape.max_len, 32768))]
+    with starting(model, usual, gpus, flags) as starter:
 
-            def pair(name: str, transfer: Mapping[str, Any]) -> tuple[Server, Server]:
-                both = []
-                for side, role in enumerate(("prefill", "decode")):
-                    env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-                    env |= {"CUDA_VISIBLE_DEVICES": on[side % len(on)]} if on else {}
-                    both.append(Server(f"{name}-{role}", path, logs, transfer, further, env))
-                begun.extend(both)
-                return both[0], both[1]
+        def pair(name: str, transfer: Mapping[str, Any]) -> tuple[Server, Server]:
+            prefill, decode = (
+                starter.start(f"{name}-{role}", role, transfer, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())})
+                for role in ROLES
+            )
+            return prefill, decode
 
-            ours = pair("kvxfer", connector("kv_both", {"backend": backend, "ask": "always", "trust_sources": True}))
-            ways = {RECOMPUTE: (*ours, None), LOAD: (*ours, schema)}
-            plain = Server("plain", path, logs, None, further) if check else None
-            begun.extend([plain] if plain else [])
-            if nixl:
-                extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
-                stock = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-                ways[NIXL] = (*pair(NIXL, stock), "nixl")
-            await_ready(begun, 600, lambda server: say(f"{server.name} is ready"))
-            found: dict[str, list[list[Timed]]] = {way: [] for way in ways}
-            for number in range(conversations + 1):  # the first warms up
-                for place, (way, (prefill, decode, told)) in enumerate(ways.items()):
-                    rng = np.random.default_rng([number, place])
-                    talk = Conversation(prefill, decode, told)
-                    sizes = (prompt, answer if number else min(answer, prompt), more)
-                    one = _converse(talk, (prefill, decode), rng, sizes, turns, plain)
-                    if number:
-                        found[way].append(one)
-                say(f"{number} of {conversations} conversations" if number else "warmed up")
+        ours = pair("kvxfer", connector("kv_both", {"backend": backend, "ask": "always", "trust_sources": True}))
+        ways = {RECOMPUTE: (*ours, None), LOAD: (*ours, schema)}
+        plain = starter.start("plain", "decode") if check else None
+        if nixl:
+            extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 16}
+            stock = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+            ways[NIXL] = (*pair(NIXL, stock), "nixl")
+        await_ready(starter.begun, START_S, lambda server: say(f"{server.name} is ready"))
+        found: dict[str, list[list[Timed]]] = {way: [] for way in ways}
+        for number, way in mixed_rounds("conversation", ways, conversations, say):
+            prefill, decode, told = ways[way]
+            rng = np.random.default_rng([number, list(ways).index(way)])
+            sizes = (prompt, answer if number else min(answer, prompt), more)
+            one = _converse(Conversation(prefill, decode, told), (prefill, decode), rng, sizes, turns, plain)
+            if number:
+                found[way].append(one)
     report = {way: summary(found[way]) for way in ways}
     what = {"prompt": prompt, "answer": answer, "more": more, "backend": backend, "schema": schema}
     wrong = [f"{way}, {fault}" for way in ways if check for fault in faults(found[way], loads=way == LOAD)]
     judged = {"turns_checked": len(ways) * conversations * turns, "wrong": wrong} if check else {}
     typer.echo(json.dumps({**what, **report, **judged}, indent=1))
     if not as_json:
-        typer.echo(by_turn(report))
+        typer.echo(tables(by_turn(report)))
     if wrong:
         raise typer.Exit(1)
 
@@ -122,14 +111,15 @@ class Timed:
 
     Attributes:
         prompt_tokens: The length of its prompt.
-        turn: What the servers have done.
+        prefill, decode: What the servers have said.
         first_s: The seconds from the client's request to its first token.
         cached_s: The seconds that the prefill server takes for the same prompt once it has all of its KV.
         expected: The answer of a plain server, if there is one.
     """
 
     prompt_tokens: int
-    turn: PlayedTurn
+    prefill: Generated
+    decode: Generated
     first_s: float
     cached_s: float
     expected: list[int] | None = None
@@ -149,15 +139,15 @@ def _converse(
     text: list[int] = rng.integers(1, VOCABULARY, prompt).tolist()
     out = []
     for left in reversed(range(turns)):
-        reply_of(prefill, rng.integers(1, VOCABULARY, SHORT).tolist(), 1, timeout=600.0)
+        complete(prefill, rng.integers(1, VOCABULARY, SHORT).tolist(), 1, timeout=600.0)
         before = total(decode, FIRST_TOKEN)
         tokens = answer if left else min(answer, SHORT)
-        turn = talk.turn(text, tokens, timeout=600.0)
-        first = turn.prefill.seconds + total(decode, FIRST_TOKEN) - before
-        expected = reply_of(plain, text, tokens, timeout=600.0).tokens if plain else None
-        cached = reply_of(prefill, text, 1, timeout=600.0).seconds
-        out.append(Timed(len(text), turn, first, cached, expected))
-        text = text + turn.decode.tokens + rng.integers(1, VOCABULARY, more).tolist()
+        there, here = talk.turn(text, tokens, timeout=600.0)
+        first = there.seconds + total(decode, FIRST_TOKEN) - before
+        expected = complete(plain, text, tokens, timeout=600.0).tokens if plain else None
+        cached = complete(prefill, text, 1, timeout=600.0).seconds
+        out.append(Timed(len(text), there, here, first, cached, expected))
+        text = text + here.tokens + rng.integers(1, VOCABULARY, more).tolist()
     return out
 
 
@@ -168,11 +158,11 @@ def faults(conversations: Sequence[Sequence[Timed]], loads: bool) -> list[str]:
         had = 0
         for turn, at in enumerate(turns, 1):
             where, new = f"conversation {number}, turn {turn}", at.prompt_tokens - had
-            if at.turn.decode.tokens != at.expected:
+            if at.decode.tokens != at.expected:
                 out.append(f"{where}: the tokens are not those of the plain server")
-            if loads and at.turn.prefill.computed > new + BLOCK:
-                out.append(f"{where}: prefill has computed {at.turn.prefill.computed} tokens, of which {new} are new")
-            had = at.prompt_tokens + len(at.turn.decode.tokens)
+            if loads and at.prefill.computed > new + BLOCK:
+                out.append(f"{where}: prefill has computed {at.prefill.computed} tokens, of which {new} are new")
+            had = at.prompt_tokens + len(at.decode.tokens)
     return out
 
 
@@ -182,8 +172,8 @@ def summary(conversations: Sequence[Sequence[Timed]]) -> list[dict[str, Any]]:
         {
             "turn": number + 1,
             "prompt_tokens": at[0].prompt_tokens,
-            "prefill_computed": int(statistics.median(t.turn.prefill.computed for t in at)),
-            "prefill_ms": round(1e3 * statistics.median(t.turn.prefill.seconds for t in at), 1),
+            "prefill_computed": int(statistics.median(t.prefill.computed for t in at)),
+            "prefill_ms": round(1e3 * statistics.median(t.prefill.seconds for t in at), 1),
             "cached_ms": round(1e3 * statistics.median(t.cached_s for t in at), 1),
             "first_token_ms": round(1e3 * statistics.median(t.first_s for t in at), 1),
         }
@@ -191,12 +181,11 @@ def summary(conversations: Sequence[Sequence[Timed]]) -> list[dict[str, Any]]:
     ]
 
 
-def by_turn(report: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return the report as a table: a row for each turn, for each way tokens that were computed and the time to the first token."""
-    ways = list(report)
-    rows = [["turn", "prompt", *(f"{way}: computed, ms" for way in ways)]]
-    for number, turn in enumerate(report[ways[0]]):
-        cells = [f"{report[way][number]['prefill_computed']}, {report[way][number]['first_token_ms']}" for way in ways]
-        rows.append([str(turn["turn"]), str(turn["prompt_tokens"]), *cells])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+def by_turn(report: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each turn, with the tokens that were computed in each way and the time to the first token."""
+    for turn in zip(*report.values(), strict=True):
+        cells = {
+            f"{way}: computed, ms": f"{at['prefill_computed']}, {at['first_token_ms']}"
+            for way, at in zip(report, turn, strict=True)
+        }
+        yield {"turn": turn[0]["turn"], "prompt": turn[0]["prompt_tokens"], **cells}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvxfer_vllm.demo.routing import PREFILL_PARAMS
-from kvxfer_vllm.demo.servers import MODEL_NAME, Server
+from kvxfer_vllm.demo.routing import PREFILL_PARAMS, Generated, complete
+from kvxfer_vllm.demo.servers import Server
 
 FLAGS = ("--enable-prompt-tokens-details",)
 """Flags of servers that tell how many tokens of a prompt they had not to compute."""
@@ -40,54 +38,11 @@ SCHEMAS: dict[str, Callable[[Params], dict[str, Any]]] = {
 """By name: the params that a router makes for the prefill server out of the decode server's last answer."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What a server has answered.
+class PlayedTurn(NamedTuple):
+    """What the two servers have said in one turn."""
 
-    Attributes:
-        tokens: The ids of the answer.
-        computed: How many tokens of the prompt the server has computed, if it is a prefill server. (A decode server repeats its number.)
-        params: What its connector said about its KV.
-        seconds: How long it took.
-    """
-
-    tokens: list[int]
-    computed: int
-    params: dict[str, Any] | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class PlayedTurn:
-    """What the two servers have done in one turn."""
-
-    prefill: Reply
-    decode: Reply
-
-
-def reply_of(
-    server: Server, prompt: Sequence[int], tokens: int, params: Params | None = None, timeout: float = 60.0
-) -> Reply:
-    """Have a server answer greedily, with exactly ``tokens`` tokens.
-
-    Raises:
-        ServerError: It failed the request.
-    """
-    body: dict[str, Any] = {
-        **{"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True},
-        "return_token_ids": True,
-    }
-    if params is not None:
-        body["kv_transfer_params"] = params
-    began = time.perf_counter()
-    answer = server.post("/v1/completions", body, timeout)
-    cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Reply(
-        tokens=answer["choices"][0]["token_ids"],
-        computed=answer["usage"]["prompt_tokens"] - cached,
-        params=answer.get("kv_transfer_params"),
-        seconds=time.perf_counter() - began,
-    )
+    prefill: Generated
+    decode: Generated
 
 
 class Conversation:
@@ -108,9 +63,9 @@ class Conversation:
             ServerError: A server failed its part.
         """
         to_p = PREFILL_PARAMS if self._schema is None or self.told is None else SCHEMAS[self._schema](self.told)
-        first = reply_of(self._prefill, prompt, 1, to_p, timeout)
-        if not first.params:
+        first = complete(self._prefill, prompt, 1, to_p, timeout)
+        if not first.kv_transfer_params:
             raise self._prefill.error(f"offered no KV cache for a prompt of {len(prompt)} tokens")
-        answer = reply_of(self._decode, prompt, tokens, first.params, timeout)
-        self.told = answer.params
+        answer = complete(self._decode, prompt, tokens, first.kv_transfer_params, timeout)
+        self.told = answer.kv_transfer_params
         return PlayedTurn(first, answer)

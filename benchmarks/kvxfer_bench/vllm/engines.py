@@ -11,33 +11,30 @@ The first configuration is compared with each of the others: a verdict for each 
 from __future__ import annotations
 
 import json
-import math
-import random
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from kvxfer.cli.terminal import Say, progress, silent
-from kvxfer.errors import ConfigError
-from kvxfer_bench.compared import parsed
+from kvxfer.cli.terminal import Say, progress
+from kvxfer_bench.options import Flags, Gpus, KeepLogs, Rounds, parsed
+from kvxfer_bench.servers import START_S, Tell, Turns, shape_of, starting
 from kvxfer_bench.verdict import compare
-from kvxfer_bench.vllm.idle import idle_cost
 from kvxfer_bench.vllm.kinds import FirstTokens, PromptCase, Prompts
-from kvxfer_bench.vllm.pairs import STOCK, ServerPair, Starter
-from kvxfer_bench.vllm.streams import busy
-from kvxfer_vllm.demo.model import SHAPES, Shape, write_shape
+from kvxfer_bench.vllm.pairs import STOCK, ServerPair, started
+from kvxfer_bench.vllm.streams import stream
+from kvxfer_vllm.demo.model import SHAPES, Shape
 from kvxfer_vllm.demo.routing import complete
-from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, ended_by_sigterm, ended_together
+from kvxfer_vllm.demo.servers import Server, await_ready
 
-START_S = 400.0
 OTHERS, OTHERS_TOKENS = 8, 1024
-"""Requests that decode during loads, and the tokens that each decodes before another takes its place."""
+"""Requests that decode meanwhile, and the tokens that each decodes before another takes its place."""
+STEPS = 96
+"""Tokens by which a decode step is timed."""
 CASES = ["1024", "8192", "32768", "1024x16"]
 
 COMPARED = (
@@ -45,94 +42,59 @@ COMPARED = (
     f"{' and '.join(STOCK)} are vLLM's own connectors."
 )
 
-Tell = Callable[[Mapping[str, Any]], None]
 
+class EngineTurns(Turns[ServerPair]):
+    """Measures pairs of servers, by back end, in turns; one more round than ``rounds`` warms up."""
 
-class Rounds:
-    """Measures pairs of servers, by back end, in turns; one more round warms up.
+    def __init__(self, pairs: Mapping[str, ServerPair], prompts: Prompts, rounds: int, tell: Tell, say: Say) -> None:
+        super().__init__(pairs, tell, say)
+        self._prompts, self._rounds, self._first = prompts, rounds, next(iter(pairs))
 
-    ``tell`` is called with each result, ``say`` with what it is at. A pair of which a server fails is left out from then on, which
-    ``failed`` says.
-    """
-
-    def __init__(
-        self, pairs: Mapping[str, ServerPair], prompts: Prompts, rounds: int, tell: Tell, say: Say = silent
-    ) -> None:
-        self._pairs, self._prompts, self._rounds, self._tell, self._say = dict(pairs), prompts, rounds, tell, say
-        self.failed = False
-        self._first = next(iter(self._pairs))
-
-    def ready(self) -> None:
-        """Wait until all servers answer."""
-        servers = [server for pair in self._pairs.values() for server in (pair.prefill, pair.decode)]
-        self._say(f"starting {len(servers)} servers, with a limit of {START_S:g} s for each")
-
-        def answers(server: Server) -> None:
-            self._say(f"{server.name} answers")
-
-        self._each(lambda name, pair: await_ready([pair.prefill, pair.decode], START_S, answers))
-
-    def scatter(self, tokens: int) -> None:
-        """Use all caches as hours of serving would, so that what comes next gets blocks from everywhere.
-
-        Requests of mixed lengths, ``tokens`` tokens in all, end in another order than they began.
-        """
-        self._say("filling all caches once")
-        self._each(lambda name, pair: scatter(pair, self._prompts, tokens))
-
-    def first_tokens(self, case: PromptCase, others: int) -> None:
-        """Tell first tokens by kind, while ``others`` requests decode at the decode server that is asked."""
-        timed = {name: FirstTokens(pair, self._prompts, case) for name, pair in self._pairs.items()}
-
-        def one_round(name: str, pair: ServerPair) -> None:
-            with busy(pair.decode, others, OTHERS_TOKENS) as decoding:
-                timed[name].round(decoding)
-                decoding.check()
-
-        self._measure(f"time to first token, {case}", one_round)
-        self._each(lambda name, pair: self._tell({"backend": name, "others": others, **timed[name].found()}))
-        self._judge({name: timed[name].compared() for name in self._pairs}, {**asdict(case), "others": others})
-
-    def _judge(self, taken: Mapping[str, Mapping[str, list[float]]], case: Mapping[str, Any]) -> None:
-        """Tell how the first pair compares with each of the others, for each kind that both were timed by."""
+    def first_tokens(self, case: PromptCase) -> None:
+        """Tell first tokens by kind, and how the first pair compares with each of the others."""
+        timed = {name: FirstTokens(pair, self._prompts, case) for name, pair in self.pairs.items()}
+        self.rounds(f"time to first token, {case}", self._rounds, lambda name, pair, number: timed[name].round())
+        self.each("figures", lambda name, pair: self.tell({"backend": name, **timed[name].found()}))
+        taken = {name: timed[name].compared() for name in self.pairs}
         for name in [name for name in taken if self._first in taken and name != self._first]:
-            for kind, first in taken[self._first].items():
-                if kind in taken[name]:
-                    found = compare(first, taken[name][kind])
-                    sure = (
-                        {} if found.low == -math.inf else {"interval_ms": [round(found.low, 2), round(found.high, 2)]}
-                    )
-                    row = {"compared": name, "with": self._first, **case, "kind": kind}
-                    self._tell({**row, "slower_ms": round(found.median, 2), **sure, "verdict": found.words})
+            for kind in [kind for kind in taken[self._first] if kind in taken[name]]:
+                found = compare(taken[self._first][kind], taken[name][kind])
+                sure = {"interval_ms": interval} if (interval := found.interval(2)) else {}
+                row = {"compared": name, "with": self._first, **asdict(case), "kind": kind}
+                self.tell({**row, "slower_ms": round(found.median, 2), **sure, "verdict": found.words})
 
     def idle(self) -> None:
-        """Tell what an idle connector costs a decode step, of those beside a server without a connector."""
+        """Tell what an idle connector costs a decode step, of pairs beside a server without a connector."""
 
         def one(name: str, pair: ServerPair) -> None:
             if pair.plain is not None:
-                cost = idle_cost(pair, pair.plain, self._prompts, self._rounds, OTHERS)
-                self._tell({"backend": name, "others": OTHERS, **cost})
+                servers = {"decode_step": pair.decode, "plain_decode_step": pair.plain}
+                taken: dict[str, list[float]] = {name: [] for name in servers}
+                for _ in range(self._rounds + 1):
+                    for step, server in servers.items():
+                        taken[step].append(decode_step(server, self._prompts))
+                found = {f"{step}_ms": round(statistics.median(ms[1:]), 3) for step, ms in taken.items()}
+                ratio = round(found["decode_step_ms"] / found["plain_decode_step_ms"], 3)
+                self.tell({"backend": name, "others": OTHERS, **found, "decode_step_to_plain": ratio})
 
-        self._each(one)
+        self.each("decode steps", one)
 
-    def _measure(self, what: str, one_round: Callable[[str, ServerPair], None]) -> None:
-        for number in range(self._rounds + 1):
-            self._say(f"{what}, round {number} of {self._rounds}" if number else f"{what}, warm-up")
-            self._each(one_round, mixed=True)
 
-    def _each(self, do: Callable[[str, ServerPair], None], mixed: bool = False) -> None:
-        some = list(self._pairs.items())
-        for name, pair in random.sample(some, len(some)) if mixed else some:
-            try:
-                do(name, pair)
-            except ServerError as error:
-                self.failed = True
-                del self._pairs[name]
-                self._tell({"backend": name, "error": str(error)})
+def decode_step(server: Server, prompts: Prompts) -> float:
+    """Return the median milliseconds between the tokens of one of ``OTHERS`` requests that decode together.
+
+    Raises:
+        ServerError: The server failed one of them.
+    """
+    with ThreadPoolExecutor(OTHERS) as pool:
+        times = list(pool.map(lambda _: list(stream(server, prompts.of(16), STEPS)), range(OTHERS)))
+    return 1e3 * statistics.median(float(gap) for each in times for gap in np.diff(each[STEPS // 4 :]))
 
 
 def scatter(pair: ServerPair, prompts: Prompts, tokens: int) -> None:
-    """Have both servers of a pair answer requests of mixed lengths, ``tokens`` tokens in all.
+    """Use both caches of a pair as hours of serving would, so that what comes next gets blocks from everywhere.
+
+    Requests of mixed lengths, ``tokens`` tokens in all, end in another order than they began.
 
     Raises:
         ServerError: One of them failed a request.
@@ -147,20 +109,16 @@ def scatter(pair: ServerPair, prompts: Prompts, tokens: int) -> None:
 def compare_engines(
     backends: Annotated[list[str], typer.Argument(help=COMPARED)],
     model: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "llama-3-8b",
-    gpus: Annotated[
-        str,
-        typer.Option(help="GPUs of the prefill and the decode servers, such as 0,1, or 0 for both; empty for CPUs."),
-    ] = "0,1",
+    gpus: Gpus = "0,1",
     case: Annotated[
         list[str],
         typer.Option(help="Tokens per prompt, such as 1024, or 1024x16 for 16 prompts in parallel; may be repeated."),
     ] = CASES,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one that warms up.")] = 7,
+    rounds: Rounds = 7,
     pairs_alike: Annotated[
         bool,
         typer.Option("--pairs-alike", help="Also measure a second pair like the first one, to see what chance does."),
     ] = False,
-    others: Annotated[int, typer.Option(min=0, help="Requests that decode on the decode server all the time.")] = 0,
     plain: Annotated[
         bool, typer.Option(help="Also measure a server without a connector, on the decode servers' GPU.")
     ] = False,
@@ -172,44 +130,37 @@ def compare_engines(
             "no more than a quarter of them is lent.",
         ),
     ] = 0,
-    flags: Annotated[str, typer.Option(help="Further flags of the servers, separated by spaces.")] = "",
-    keep_logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs in this folder.")] = None,
+    flags: Flags = "",
+    keep_logs: KeepLogs = None,
 ) -> None:
     """Measure the time to first token on real vLLM servers with a model of realistic size, with back ends in turns.
 
     Prints one JSON object per line.
     """
-    if model not in SHAPES:
-        raise ConfigError(f"unknown --model {model!r}; the shapes are {', '.join(SHAPES)}")
-    shape, cases = SHAPES[model], [PromptCase.parse(text) for text in case]
+    shape, cases = shape_of(model), [PromptCase.parse(text) for text in case]
     for compared in backends:
         parsed(compared)
-    on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]
-    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-engines-") as folder, ended_together() as begun:
-        where, logs = Path(folder) / "model", keep_logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        write_shape(where, shape)
-        decoding = max(others, OTHERS if plain else 0)
-        held = max(cache_tokens, room(cases, decoding))
-        starter = Starter(
-            where, logs, on, [*server_flags(shape, cases, held, decoding, bool(on)), *flags.split()], begun
-        )
-        without = starter.plain() if plain else None
+    decoding = OTHERS if plain else 0
+    held = max(cache_tokens, room(cases, decoding))
+    usual = server_flags(shape, cases, held, decoding, bool(gpus))
+    with starting(model, usual, gpus, flags, keep_logs) as starter:
+        without = starter.start("plain", "decode") if plain else None
         pairs: dict[str, ServerPair] = {}
         for name in [*backends, *backends[:1]] if pairs_alike else backends:
             same = sum(key == name or key.startswith(f"{name} (") for key in pairs)
-            pairs[f"{name} ({same + 1})" if same else name] = starter.pair(name, without)
+            pairs[f"{name} ({same + 1})" if same else name] = started(starter, name, without)
         if without is not None:
             await_ready([without], START_S)
 
         def tell(row: Mapping[str, Any]) -> None:
-            typer.echo(json.dumps({"model": model, "gpus": on, **row}))
+            typer.echo(json.dumps({"model": model, "gpus": starter.gpus, **row}))
 
-        turns = Rounds(pairs, Prompts(shape.vocab), rounds, tell, progress())
-        turns.ready()
-        turns.scatter(held)
+        prompts = Prompts(shape.vocab)
+        turns = EngineTurns(pairs, prompts, rounds, tell, progress())
+        turns.ready(lambda pair: (pair.prefill, pair.decode))
+        turns.each("filling all caches once", lambda name, pair: scatter(pair, prompts, held))
         for one in cases:
-            turns.first_tokens(one, others)
+            turns.first_tokens(one)
         turns.idle()
     raise typer.Exit(int(turns.failed))
 
@@ -220,9 +171,9 @@ def room(cases: Sequence[PromptCase], others: int) -> int:
 
 
 def server_flags(shape: Shape, cases: Sequence[PromptCase], held: int, others: int, gpu: bool) -> list[str]:
-    """Return what sets these servers apart from the demo's: weights that are made up, and a cache of ``held`` tokens for these cases."""
+    """Return what sets these servers apart from the demo's: a cache of ``held`` tokens for these cases."""
     longest, most = max(case.tokens for case in cases), max(case.at_once for case in cases)
-    flags = ["--load-format", "dummy", "--dtype", shape.dtype, "--max-num-seqs", str(max(16, most) + others)]
+    flags = ["--dtype", shape.dtype, "--max-num-seqs", str(max(16, most) + others)]
     flags += ["--kv-cache-memory-bytes", str(held * shape.token_bytes)]
     flags += ["--max-model-len", str(min(shape.max_len, max(longest, OTHERS_TOKENS) + 256))]
     if gpu:

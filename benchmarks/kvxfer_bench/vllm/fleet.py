@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -20,10 +19,11 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.cli.terminal import Say
+from kvxfer_bench.options import Backend, KeepLogs, Requests, Seed
+from kvxfer_bench.servers import Starter, starting
 from kvxfer_bench.vllm.clients import START_S, Answers, Clients, expectations, reported, wishes
 from kvxfer_vllm.demo.metrics import received, total
-from kvxfer_vllm.demo.model import write_model
-from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, ended_together, free_port
+from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, free_port
 
 JOIN_S = 180.0
 AMID_S = 30.0
@@ -33,11 +33,11 @@ HEALTH_S = 1
 
 
 def fleet(
-    requests: Annotated[int, typer.Option(min=20, help="Number of requests that clients send.")] = 200,
+    requests: Requests = 200,
     router: Annotated[str, typer.Option(help="Name or path of the program vllm-router.")] = "vllm-router",
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
-    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and which requests stream.")] = 0,
-    keep_logs: Annotated[Path | None, typer.Option(help="Keep the logs in this folder.")] = None,
+    backend: Backend = "tcp",
+    seed: Seed = 0,
+    keep_logs: KeepLogs = None,
 ) -> None:
     """Send mixed requests through vllm-router to two prefill and two decode servers, kill a prefill server and start another.
 
@@ -46,60 +46,58 @@ def fleet(
     program = shutil.which(router)
     if program is None:
         raise typer.BadParameter(f"there is no program {router!r}; pip install vllm-router", param_hint="--router")
-    with tempfile.TemporaryDirectory(prefix="kvxfer-fleet-") as folder:
-        model, logs = Path(folder) / "model", keep_logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        write_model(model)
-        reported(requests, lambda say: _run(model, logs, program, backend, requests, seed, say))
+
+    def run(say: Say) -> dict[str, Any]:
+        with starting("tiny", keep_logs=keep_logs) as starter:
+            return _run(starter, program, backend, requests, seed, say)
+
+    reported(requests, run)
 
 
-def _run(model: Path, logs: Path, program: str, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
+def _run(starter: Starter, program: str, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
     wanted = wishes(requests, seed)
-    expected = expectations(model, logs, wanted)
+    expected = expectations(starter.model, starter.logs, wanted)
     say("the plain server has answered all prompts")
-    with ended_together() as begun:
 
-        def start(name: str, role: str, port: int | None = None) -> Server:
-            settings = {"backend": backend, "peer_timeout": 10.0}
-            kv_transfer = {**connector(role, settings), "kv_load_failure_policy": "recompute"}
-            server = Server(name, model, logs, kv_transfer, port=port)
-            begun.append(server)
-            return server
+    def start(name: str, role: str, port: int | None = None) -> Server:
+        settings = {"backend": backend, "peer_timeout": 10.0}
+        transfer = {**connector(f"kv_{role}", settings), "kv_load_failure_policy": "recompute"}
+        return starter.start(name, role, transfer, port=port)
 
-        prefills = [start(f"prefill-{n}", "kv_producer") for n in range(2)]
-        decodes = [start(f"decode-{n}", "kv_consumer") for n in range(2)]
-        await_ready([*prefills, *decodes], START_S, lambda server: say(f"{server.name} answers"))
-        with routed(program, prefills, decodes, logs) as url:
-            say("the router answers")
-            with Clients(url, expected) as clients:
-                answers = clients.answers
-                last = requests * 3 // 4
-                clients.send(wanted[:last])
-                answers.wait(requests // 4)
-                amid = _kill_amid(prefills[0])
-                say(f"after {answers.done} requests: killed {prefills[0].name}, which had {amid} offers in hand")
-                port = int(prefills[0].url.rpartition(":")[2])
-                successor = start("prefill-2", "kv_producer", port)
-                await_ready([successor], JOIN_S)
-                say(f"after {answers.done} requests: {successor.name} answers at its address")
-                time.sleep(2 * HEALTH_S)  # the router has to see it
-                clients.send(wanted[last:])
-            fetched = total(successor, "kvxfer_offers_total")
-            say(f"all requests have ended, and {fetched:g} offers of {successor.name}")
-        loads = [received(server) for server in decodes]
-        return {
-            "requests": answers.done,
-            "identical": answers.identical,
-            "failed": len(answers.failed),
-            "killed": int(prefills[0].ended(0.0)),
-            "offers_killed": amid,
-            "joined": int(fetched > 0),
-            "streamed": sum(wish.streams for wish in wanted),
-            "external_tokens": sum(load.tokens for load in loads),
-            "failed_loads": sum(load.failed for load in loads),
-            "server_errors": int(sum(_errors(server) for server in decodes)),
-            "objections": _objections(answers, amid, fetched > 0, sum(load.tokens for load in loads), decodes),
-        }
+    prefills = [start(f"prefill-{n}", "producer") for n in range(2)]
+    decodes = [start(f"decode-{n}", "consumer") for n in range(2)]
+    await_ready([*prefills, *decodes], START_S, lambda server: say(f"{server.name} answers"))
+    with routed(program, prefills, decodes, starter.logs) as url:
+        say("the router answers")
+        with Clients(url, expected) as clients:
+            answers = clients.answers
+            last = requests * 3 // 4
+            clients.send(wanted[:last])
+            answers.wait(requests // 4)
+            amid = _kill_amid(prefills[0])
+            say(f"after {answers.done} requests: killed {prefills[0].name}, which had {amid} offers in hand")
+            port = int(prefills[0].url.rpartition(":")[2])
+            successor = start("prefill-2", "producer", port)
+            await_ready([successor], JOIN_S)
+            say(f"after {answers.done} requests: {successor.name} answers at its address")
+            time.sleep(2 * HEALTH_S)  # the router has to see it
+            clients.send(wanted[last:])
+        fetched = total(successor, "kvxfer_offers_total")
+        say(f"all requests have ended, and {fetched:g} offers of {successor.name}")
+    loads = [received(server) for server in decodes]
+    return {
+        "requests": answers.done,
+        "identical": answers.identical,
+        "failed": len(answers.failed),
+        "killed": int(prefills[0].ended(0.0)),
+        "offers_killed": amid,
+        "joined": int(fetched > 0),
+        "streamed": sum(wish.streams for wish in wanted),
+        "external_tokens": sum(load.tokens for load in loads),
+        "failed_loads": sum(load.failed for load in loads),
+        "server_errors": int(sum(_errors(server) for server in decodes)),
+        "objections": _objections(answers, amid, fetched > 0, sum(load.tokens for load in loads), decodes),
+    }
 
 
 def _kill_amid(server: Server) -> int:
@@ -125,8 +123,7 @@ def _objections(answers: Answers, amid: int, joined: bool, external: int, decode
 
 def _errors(server: Server) -> float:
     """Return how many requests a server has answered with 5xx."""
-    lines = [line for line in server.metrics().splitlines() if line.startswith("http_requests_total{")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if 'status="5' in line)
+    return total(server, "http_requests_total", lambda has: has["status"].startswith("5"))
 
 
 @contextmanager

@@ -18,11 +18,12 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from kvxfer.cli.terminal import Say
+from kvxfer_bench.options import Backend, KeepLogs, Requests, Seed
 from kvxfer_bench.vllm.clients import Answers, Clients, Wish, expectations, reported, wishes
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.servers import ENGINE, ENVIRONMENT, MODEL_NAME, ServerError, connector, free_port
@@ -41,12 +42,7 @@ LOADED = re.compile(
 """A line of Ray's page of metrics: the prompt tokens whose KV came to a replica from outside, if any did."""
 
 
-def fleet_ray(
-    requests: Annotated[int, typer.Option(min=20, help="Minimum number of requests that clients send.")] = 200,
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "tcp",
-    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and which requests stream.")] = 0,
-    keep_logs: Annotated[Path | None, typer.Option(help="Keep the logs in this folder.")] = None,
-) -> None:
+def fleet_ray(requests: Requests = 200, backend: Backend = "tcp", seed: Seed = 0, keep_logs: KeepLogs = None) -> None:
     """Send mixed requests to Ray Serve LLM while it scales decode replicas from one to two and replaces one that is killed.
 
     Prints one JSON object at the end. Exits with 1 if a request did not get a plain server's tokens, or anything else went wrong.

@@ -10,20 +10,16 @@ import itertools
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvxfer.config import Config
-from kvxfer.identity import TransferBase, TransferId
+from kvxfer_bench.options import Backend, Json
 
 OTHERS = 8
 WARM_UP = 3
 """Loads at the start that are not counted: they make the link and show how fast it is."""
-CHUNKS, CHUNKED, TRANSFER_MS = 8, 5, 200.0
-"""For prompts that both engines get at once: chunks of a prompt, prompts of each kind, and milliseconds that the throttled link
-takes for one."""
 STAGES = ("fetched", "began", "asked", "announced", "heard", "arrived", "ended", "seen", "computed")
 """The stages of a trace, and then the launch of the step that computes the first token."""
 WAYS = {"in_step": "sync", "beside": "async"}
@@ -51,28 +47,15 @@ def measure(
     from kvxfer_bench.vllm.played import (
         engines,
     )  # here, because it loads vLLM, and the program loads this file even for --help
-    from kvxfer_bench.vllm.played_prefill import Prompt
-    from kvxfer_vllm.said import content_name
 
     settings = {"backend": backend, "step_budget": budget_ms / 1000}
     further, computed, unseen = [], [], []
-    with engines(settings, step_ms / 1000, overlap) as (engine, producer):
-        source = producer.source
+    with engines(settings, step_ms / 1000, overlap) as (engine, producer, source):
         for i in range(others):
             engine.add(engine.request(f"other{i}", 16, 1 << 14))
         for i in range(rounds + WARM_UP):
-            base = f"own/{source.epoch:x}/r{i}"
-            params = {
-                "do_remote_prefill": True,
-                "remote_host": source.host,
-                "remote_port": source.port,
-                "kvxfer_transfer": base,
-                "kvxfer_epoch": f"{source.epoch:x}",
-            }
-            request = engine.request(f"load{i}", tokens, 1, params)
-            content = engine.digest(request)
-            producer.begin(Prompt(TransferId(TransferBase(content_name(base, content)), 0), content, tokens, 1, 0.0))
-            producer.last_token()
+            request, prompt = engine.load_from(source, f"load{i}", tokens)
+            producer("compute", prompt)
             engine.step()
             begun, first = time.monotonic(), engine.steps + 1
             engine.add(request)
@@ -93,25 +76,6 @@ def measure(
     }
 
 
-def picture(found: dict[str, Any]) -> str:
-    """Return an SVG picture of the stages of both ways, for steps that do not overlap."""
-    ways = {way: found[key]["stepwise"]["ladder_us"] for key, way in WAYS.items()}
-    most = max(max(ladder.values()) for ladder in ways.values())
-    lines, y = [], 30
-    for way, ladder in ways.items():
-        lines.append(f'<text x="10" y="{y}" font-weight="bold">{way}</text>')
-        for stage, us in ladder.items():
-            y += 20
-            width = max(1.0, 380 * us / most)
-            lines.append(
-                f'<text x="20" y="{y}">{stage}</text><rect x="190" y="{y - 11}" width="{width:.1f}" height="13"/>'
-            )
-            lines.append(f'<text x="{195 + width:.1f}" y="{y}">{us} µs</text>')
-        y += 34
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {y}" font-family="sans-serif" font-size="12" fill="#345">'
-    return "\n".join([head, '<rect width="680" height="100%" fill="#fff"/>', *lines, "</svg>", ""])
-
-
 def handover(
     tokens: Annotated[int, typer.Option(min=2, help="Length of each prompt, in tokens.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="Loads of each kind.")] = 20,
@@ -119,28 +83,23 @@ def handover(
     budget_ms: Annotated[
         float, typer.Option(min=0.1, max=1000, help="step_budget of sync loads, in milliseconds.")
     ] = 1000 * Config().step_budget,
-    backend: Annotated[str, typer.Option(help="Back end that moves the KV.")] = "cma",
-    svg: Annotated[Path | None, typer.Option(help="Also draw the stages into this SVG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    backend: Backend = "cma",
+    as_json: Json = False,
 ) -> None:
-    """Count the engine steps that a load costs while other requests decode, and time its stages; and if none does.
-
-    It also measures how much of a transfer remains after the producer's last token if both engines get the request in parallel and the
-    link takes half as long as the prefill.
-    """
-    from kvxfer_bench.vllm.exposed import exposure  # here: see ``measure``
-
-    found: dict[str, Any] = {"backend": backend, "tokens": tokens, "step_ms": step_ms, "budget_ms": budget_ms}
-    for way, budget in (("in_step", budget_ms), ("beside", 0.0)):
-        found[way] = {mode: measure(tokens, rounds, step_ms, budget, backend, over) for mode, over in MODES.items()}
-        found[f"extra_steps_{way}"] = max(max(found[way][mode]["further_steps"]) for mode in MODES)
-    found["idle"] = {
-        way: {mode: measure(tokens, rounds, step_ms, budget, backend, over, 0) for mode, over in MODES.items()}
-        for way, budget in (("in_step", budget_ms), ("beside", 0.0))
+    """Count the engine steps that a load costs while other requests decode, and time its stages; and if none does."""
+    found: dict[str, Any] = {
+        "backend": backend,
+        "tokens": tokens,
+        "step_ms": step_ms,
+        "budget_ms": budget_ms,
+        "idle": {},
     }
-    found["exposed"] = exposure(CHUNKS, CHUNKED, TRANSFER_MS, backend)
-    if svg is not None:
-        svg.write_text(picture(found))
+    for way, budget in (("in_step", budget_ms), ("beside", 0.0)):
+        for where, others in ((found, OTHERS), (found["idle"], 0)):
+            where[way] = {
+                mode: measure(tokens, rounds, step_ms, budget, backend, over, others) for mode, over in MODES.items()
+            }
+        found[f"extra_steps_{way}"] = max(max(found[way][mode]["further_steps"]) for mode in MODES)
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -156,11 +115,3 @@ def handover(
                 f"{words}, nothing else to do, {mode}: {spent['seen']} µs from the end of a load until the scheduler knows, "
                 f"{spent['computed']} until it is computed"
             )
-    left = found["exposed"]
-    typer.echo(
-        f"still to be moved at the producer's last token: with one chunk, {left['whole_ms']} ms; with {CHUNKS} chunks, "
-        f"{left['chunked_ms']} ms, ratio {left['ratio']} (goal: at most {left['goal']}). With one chunk in bands of layers, "
-        f"{left['banded_ms']} ms, ratio {left['banded_ratio']} (goal: at most {left['banded_goal']}). With {CHUNKS} chunks and the "
-        f"whole prompt in one of the producer's blocks, {left['one_block_ms']} ms, ratio {left['one_block_ratio']} (goal: at most "
-        f"{left['goal']})"
-    )

@@ -12,8 +12,6 @@ In each round the kinds take turns:
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 import statistics
 import time
@@ -28,8 +26,8 @@ import numpy as np
 from kvxfer.errors import ConfigError
 from kvxfer_bench.verdict import estimate
 from kvxfer_bench.vllm.pairs import AtOnce, ServerPair
-from kvxfer_bench.vllm.streams import Others, stream
-from kvxfer_vllm.demo.metrics import loaded_tokens, moving_seconds
+from kvxfer_bench.vllm.streams import stream
+from kvxfer_vllm.demo.metrics import loaded_tokens
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import Server
 
@@ -88,13 +86,11 @@ class FirstTokens:
     def __init__(self, pair: ServerPair, prompts: Prompts, case: PromptCase) -> None:
         self._pair, self._prompts, self._case = pair, prompts, case
         self._taken: dict[str, list[float]] = {}
-        self._gaps: dict[str, list[list[float]]] = {"least": [], "loaded": []}
         self._loads = 0
         self._before = loaded_tokens(pair.decode)
-        self._transfers: list[float] = []
 
-    def round(self, decoding: Others) -> None:
-        """Time each kind once, while others decode. The first round warms up and does not count.
+    def round(self) -> None:
+        """Time each kind once. The first round warms up and does not count.
 
         Raises:
             ServerError: One of the servers failed a request.
@@ -109,14 +105,8 @@ class FirstTokens:
         begin = time.perf_counter()
         told = offers(pair.prefill, some, names)
         self._taken.setdefault("prefilled", []).append(time.perf_counter() - begin)
-        least = self._time("least", pair.decode, self._fresh(2))
-        before = moving_seconds(pair.decode)
-        loaded = self._time("loaded", pair.decode, some, told, names)
-        after = moving_seconds(pair.decode)
-        if before is not None and after is not None:
-            self._transfers.append((after - before) / self._case.at_once)
-        for kind, span in (("least", least), ("loaded", loaded)):
-            self._gaps[kind].append(decoding.during([span]))
+        self._time("least", pair.decode, self._fresh(2))
+        self._time("loaded", pair.decode, some, told, names)
         if pair.at_once is not None:
             self._taken.setdefault("together", []).append(_together(pair, pair.at_once, self._fresh()))
             time.sleep(SETTLE_S)
@@ -130,13 +120,9 @@ class FirstTokens:
         and ``loaded``. ``plain_computed`` and ``prefill_computed`` compare a first token computed without a connector and with one.
         ``tokens_loaded``: of the tokens that were to be loaded, the share that came. ``intervals_ms``: of each
         of ``COMPARED`` (``kvxfer_bench.verdict``).
-
-        If others decode, there are also: ``step_ms``, a step of the engine, which is the pause between the tokens of the others, and what
-        it is while KV is loaded. How many steps a load takes longer than the least. ``transfer_ms``, for which KV of a load was on its
-        way. ``loaded_to_step_and_transfer``, a first token with a load, in terms of the least that it could take.
         """
         found = {kind: statistics.median(seconds[1:]) for kind, seconds in self._taken.items()}
-        intervals = {kind: estimate(ms) for kind, ms in self.compared().items()}
+        intervals = {kind: estimate(ms).interval(2) for kind, ms in self.compared().items()}
         tokens = loaded_tokens(self._pair.decode) - self._before
         return {
             "tokens": self._case.tokens,
@@ -145,13 +131,10 @@ class FirstTokens:
             **{f"{kind}_ms": round(1e3 * seconds, 2) for kind, seconds in found.items()},
             "loaded_over_least_ms": round(1e3 * (found["loaded"] - found["least"]), 2),
             "loaded_over_cached_ms": round(1e3 * (found["loaded"] - found["cached"]), 2),
-            **self._in_steps(found["least"], found["loaded"]),
             "loaded_to_least": round(found["loaded"] / found["least"], 3),
             "loaded_to_computed": round(found["loaded"] / found["computed"], 3),
             "tokens_loaded": round(tokens / (self._loads * self._case.tokens), 4),
-            "intervals_ms": {
-                kind: [round(e.low, 2), round(e.high, 2)] for kind, e in intervals.items() if e.low > -math.inf
-            },
+            "intervals_ms": {kind: interval for kind, interval in intervals.items() if interval},
         }
 
     def compared(self) -> dict[str, list[float]]:
@@ -169,28 +152,11 @@ class FirstTokens:
         some: Sequence[Prompt],
         told: Sequence[Params] | None = None,
         names: Sequence[str] | None = None,
-    ) -> tuple[float, float]:
+    ) -> None:
         begin = time.perf_counter()
         end = first_tokens(server, some, told, names)
         self._taken.setdefault(kind, []).append(end - begin)
         time.sleep(SETTLE_S)
-        return begin, end
-
-    def _in_steps(self, least: float, loaded: float) -> dict[str, float]:
-        calm, loading = (list(itertools.chain.from_iterable(self._gaps[kind][1:])) for kind in ("least", "loaded"))
-        if not (calm and loading):
-            return {}
-        step = statistics.median(calm)
-        found = {
-            "step_ms": step,
-            "step_while_loading_ms": statistics.median(loading),
-            "longest_step_while_loading_ms": max(loading),
-            "loaded_over_least_steps": 1e3 * (loaded - least) / step,
-        }
-        if self._transfers:
-            transfer = 1e3 * statistics.median(self._transfers[1:])
-            found |= {"transfer_ms": transfer, "loaded_to_step_and_transfer": 1e3 * loaded / (step + transfer)}
-        return {name: round(value, 2) for name, value in found.items()}
 
 
 def first_tokens(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvxfer_bench.compared import parsed
+from kvxfer_bench.options import parsed
+from kvxfer_bench.servers import Starter
 from kvxfer_vllm.demo.servers import Server, connector, free_port
 
 STOCK = ("NixlConnector", "NixlPushConnector")
 """Connectors of vLLM's own that are measured beside kvxfer: the decode server reads, or the prefill server writes."""
+ROLES = ("prefill", "decode")
 
 AtOnce = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 """From the ``X-Request-Id`` of a request that goes to both servers at once to the params of the prefill and of the decode server."""
@@ -26,56 +27,31 @@ class ServerPair:
 
     prefill: Server
     decode: Server
-    plain: Server | None
-    at_once: AtOnce | None
+    plain: Server | None = None
+    at_once: AtOnce | None = None
 
 
-class Starter:
-    """Starts servers of one model; they are added to ``begun``.
+def started(starter: Starter, compared: str, plain: Server | None = None) -> ServerPair:
+    """Start two servers with a back end of kvxfer or a connector of vLLM's own, and its settings: ``nixl``, ``nixl:{"staging_bytes": 0}``.
 
-    ``gpus``: of the prefill and of the decode server; one for both, or none.
+    Raises:
+        ConfigError: The settings are no JSON object.
     """
-
-    def __init__(self, model: Path, logs: Path, gpus: Sequence[str], flags: Sequence[str], begun: list[Server]) -> None:
-        self._model, self._logs, self._gpus, self._flags, self._begun = model, logs, gpus, flags, begun
-
-    def plain(self) -> Server:
-        """Start one without a connector, where decode servers are."""
-        return self._start("plain", 1, None)
-
-    def pair(self, compared: str, plain: Server | None) -> ServerPair:
-        """Start two with a back end of kvxfer or a connector of vLLM's own, and its settings: ``nixl``, ``nixl:{"staging_bytes": 0}``.
-
-        Raises:
-            ConfigError: The settings are no JSON object.
-        """
-        name, settings = parsed(compared)
-        log = f"{name}-{len(self._begun)}"
-        if name in STOCK:
-            engine, ports = f"prefill-{log}", (free_port(), free_port())
-            own = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": settings}
-            prefill, decode = (
-                self._start(
-                    f"{log}-{role}",
-                    side,
-                    {**own, "engine_id": engine if side == 0 else f"decode-{log}"},
-                    VLLM_NIXL_SIDE_CHANNEL_PORT=str(ports[side]),
-                )
-                for side, role in enumerate(("producer", "consumer"))
-            )
-            return ServerPair(prefill, decode, plain, pushed(engine, ports[0]) if name == STOCK[1] else None)
-        port = free_port()
-        prefill = self._start(
-            f"{log}-producer", 0, connector("kv_producer", {"backend": name, "port": port, **settings})
-        )
-        decode = self._start(f"{log}-consumer", 1, connector("kv_consumer", {"backend": name, **settings}))
-        return ServerPair(prefill, decode, plain, asked(port))
-
-    def _start(self, name: str, side: int, transfer: dict[str, Any] | None, **env: str) -> Server:
-        on = {"CUDA_VISIBLE_DEVICES": self._gpus[side % len(self._gpus)]} if self._gpus else {}
-        server = Server(name, self._model, self._logs, transfer, self._flags, {**env, **on})
-        self._begun.append(server)
-        return server
+    name, settings = parsed(compared)
+    log, port = f"{name}-{len(starter.begun)}", free_port()
+    if name not in STOCK:
+        there = connector("kv_producer", {"backend": name, "port": port, **settings})
+        here = connector("kv_consumer", {"backend": name, **settings})
+        at_once: AtOnce | None = asked(port)
+    else:
+        own: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": settings}
+        there, here = ({**own, "engine_id": f"{role}-{log}"} for role in ROLES)
+        at_once = pushed(there["engine_id"], port) if name == STOCK[1] else None
+    prefill, decode = (
+        starter.start(f"{log}-{role}", role, transfer, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(channel)})
+        for role, transfer, channel in zip(ROLES, (there, here), (port, free_port()), strict=True)
+    )
+    return ServerPair(prefill, decode, plain, at_once)
 
 
 def asked(port: int) -> AtOnce:

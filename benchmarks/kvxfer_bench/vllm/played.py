@@ -40,13 +40,16 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
 from kvxfer.engine import WorkerChannel
+from kvxfer.identity import Source, TransferBase, TransferId
+from kvxfer.testing.remote import Remote
 from kvxfer_bench.transfer.shapes import Pool
 from kvxfer_bench.vllm.played_core import PlayedCore, PlayedWorker
-from kvxfer_bench.vllm.played_prefill import BLOCK, BLOCKS, MODEL, WAIT_S, Producer
+from kvxfer_bench.vllm.played_prefill import BLOCK, BLOCKS, MODEL, WAIT_S, Producer, Prompt
 from kvxfer_vllm.arrivals import Arrivals
 from kvxfer_vllm.copying import BlockCopier
 from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.requests import RequestFacts
+from kvxfer_vllm.said import content_name
 
 
 @dataclass
@@ -84,7 +87,7 @@ class DecodeEngine:
         connector: Any = self._scheduler.connector
         self.side = connector._sched.side
         pool = Pool(MODEL, BLOCKS, "cpu")
-        self._memory = torch.from_numpy(pool.words)
+        self._memory = torch.from_numpy(pool.words.reshape(-1))
         agent = Agent(pool.cache, Config.from_mapping(self._config), "decode", self.side.facts)
         copy = BlockCopier([self._memory], pool.cache).copy
         self._worker._work.start(agent, Layout(pool.cache, (1,)), copy=copy, channel=WorkerChannel)
@@ -124,15 +127,23 @@ class DecodeEngine:
         prompt = [1 + (hash(name) + i) % 900 for i in range(tokens)]
         return Request(f"{name}-00000000", prompt, sampling, None, block_hasher=self._hasher)
 
+    def load_from(
+        self, source: Source, name: str, tokens: int, chunks: int = 1, seconds: float = 0.0
+    ) -> tuple[Request, Prompt]:
+        """Make a request that loads its prompt from a producer, and what that is to compute for it."""
+        base = f"own/{source.epoch:x}/{name}"
+        there = {"remote_host": source.host, "remote_port": source.port}
+        named = {"kvxfer_transfer": base, "kvxfer_epoch": f"{source.epoch:x}"}
+        request = self.request(name, tokens, 1, {"do_remote_prefill": True, **there, **named})
+        connector: Any = self._scheduler.connector
+        arrivals: Arrivals = connector._sched._arrivals
+        content = arrivals.content.digest(RequestFacts(request.request_id, 0, request), arrivals.model)
+        transfer = TransferId(TransferBase(content_name(base, content)), 0)
+        return request, Prompt(transfer, content, tokens, chunks, seconds)
+
     def add(self, request: Request) -> None:
         """Queue it."""
         self._scheduler.add_request(request)
-
-    def digest(self, request: Request) -> bytes:
-        """Return the digest of its prompt."""
-        connector: Any = self._scheduler.connector
-        arrivals: Arrivals = connector._sched._arrivals
-        return arrivals.content.digest(RequestFacts(request.request_id, 0, request), arrivals.model)
 
     def step(self) -> None:
         """Make what vLLM's loop calls a step: plan one and launch it, see the results of one that has ended, and sleep if it was empty."""
@@ -176,23 +187,20 @@ class DecodeEngine:
 
 
 @contextmanager
-def engines(
-    settings: dict[str, Any], step_s: float, overlap: bool, block_tokens: int = BLOCK
-) -> Iterator[tuple[DecodeEngine, Producer]]:
-    """Have both engines.
+def engines(settings: dict[str, Any], step_s: float, overlap: bool) -> Iterator[tuple[DecodeEngine, Remote, Source]]:
+    """Have both engines, and where the producer is found: a ``Producer`` in a process of its own.
 
     Args:
         settings: Of kvxfer, for the decode engine.
         step_s: What its forward pass takes, in seconds.
         overlap: Whether its steps overlap.
-        block_tokens: Of the other engine's blocks.
     """
     shared = {key: value for key, value in settings.items() if key.startswith("backend")}
     with tempfile.TemporaryDirectory() as folder:
         engine = DecodeEngine(Path(folder), settings, step_s, overlap)
+        producer = Remote("producer", Producer, shared, dict(engine.side.facts))
         try:
-            producer = Producer(shared, dict(engine.side.facts), block_tokens)
-            yield engine, producer
-            producer.close()
+            yield engine, producer, producer("source")
         finally:
+            producer.close()
             engine.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import threading
 import time
 import uuid
@@ -15,17 +14,16 @@ from pathlib import Path
 import psutil
 
 from kvxfer.cli.terminal import Say
-from kvxfer.errors import ConfigError
-from kvxfer_bench.compared import parsed
 from kvxfer_bench.cpu import ENGINE, Spent, spent
 from kvxfer_bench.load.phases import ALONE, LOADS, Arrival, Measure, OpenLoop, Phase, Side
-from kvxfer_bench.vllm.engines import OTHERS_TOKENS, START_S, room, server_flags
+from kvxfer_bench.options import parsed
+from kvxfer_bench.servers import START_S, shape_of, starting
+from kvxfer_bench.vllm.engines import OTHERS_TOKENS, room, server_flags
 from kvxfer_bench.vllm.kinds import Prompt, PromptCase, Prompts, first_tokens, offers
-from kvxfer_bench.vllm.pairs import STOCK, ServerPair, Starter
+from kvxfer_bench.vllm.pairs import STOCK, ServerPair, started
 from kvxfer_bench.vllm.streams import Others, busy
 from kvxfer_vllm.demo.metrics import total
-from kvxfer_vllm.demo.model import SHAPES, write_shape
-from kvxfer_vllm.demo.servers import Server, await_ready, ended_by_sigterm, ended_together
+from kvxfer_vllm.demo.servers import Server, await_ready
 
 AT_ONCE, THREADS = 16, 128
 """Loads and cached prompts that a server has room for at once, and that may wait for one."""
@@ -143,10 +141,10 @@ def _spent(server: Server) -> Spent:
 def served(
     backends: Sequence[str],
     model: str,
-    gpus: Sequence[str],
+    gpus: str,
     tokens: Sequence[int],
     others: int,
-    flags: Sequence[str],
+    flags: str,
     keep_logs: Path | None,
     say: Say,
 ) -> Iterator[dict[str, Measure]]:
@@ -155,20 +153,14 @@ def served(
     Raises:
         ConfigError: There is no such model.
     """
-    if model not in SHAPES:
-        raise ConfigError(f"unknown --model {model!r}; the shapes are {', '.join(SHAPES)}")
-    shape, cases = SHAPES[model], [PromptCase(n, AT_ONCE) for n in tokens]
-    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvxfer-load-") as folder, ended_together() as begun:
-        logs = keep_logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        write_shape(Path(folder) / "model", shape)
-        own = server_flags(shape, cases, room(cases, others), others, bool(gpus))
-        starter = Starter(Path(folder) / "model", logs, gpus, [*own, *flags], begun)
+    shape, cases = shape_of(model), [PromptCase(n, AT_ONCE) for n in tokens]
+    usual = server_flags(shape, cases, room(cases, others), others, bool(gpus))
+    with starting(model, usual, gpus, flags, keep_logs) as starter:
         measures: dict[str, Measure] = {}
         for number, text in enumerate(backends):
             name, settings = parsed(text)
-            trace = None if name in STOCK else Path(folder) / f"trace-{number}.jsonl"
+            trace = None if name in STOCK else starter.logs / f"trace-{number}.jsonl"
             told = text if trace is None else f"{name}:{json.dumps({**settings, 'trace': str(trace)})}"
-            measures[text] = ServedPair(starter.pair(told, None), Prompts(shape.vocab), others, trace)
-        await_ready(begun, START_S, lambda server: say(f"{server.name} answers"))
+            measures[text] = ServedPair(started(starter, told), Prompts(shape.vocab), others, trace)
+        await_ready(starter.begun, START_S, lambda server: say(f"{server.name} answers"))
         yield measures

@@ -11,7 +11,34 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvxfer_vllm.demo.servers import MODEL_NAME, Server
+from kvxfer_vllm.demo.routing import greedy
+from kvxfer_vllm.demo.servers import Server
+
+
+def streamed(
+    server: Server, path: str, body: Mapping[str, Any], name: str | None = None, timeout: float = 60.0
+) -> Iterator[tuple[float, bytes]]:
+    """Yield when each piece of an answer has come, by ``time.perf_counter``, and its JSON. ``name`` is the ``X-Request-Id``.
+
+    Raises:
+        ServerError: It failed the request.
+    """
+    headers = {"Content-Type": "application/json"} | ({} if name is None else {"X-Request-Id": name})
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=timeout)
+    try:
+        connection.request("POST", path, json.dumps({**body, "stream": True}), headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise server.error(f"answered {answer.status}: {answer.read(500).decode(errors='replace')}")
+        for line in answer:
+            if line.startswith(b"data: {"):
+                if b'"error"' in line:
+                    raise server.error(f"failed a request: {line[:500].decode(errors='replace')}")
+                yield time.perf_counter(), line[6:]
+    except (OSError, http.client.HTTPException) as error:
+        raise server.error(f"did not answer a request: {error!r}") from None
+    finally:
+        connection.close()
 
 
 def stream(
@@ -21,37 +48,8 @@ def stream(
     params: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Iterator[float]:
-    """Yield when each piece of an answer to a text, or to token ids, has come, by ``time.perf_counter``.
-
-    ``params`` are ``kv_transfer_params``, ``name`` is the ``X-Request-Id``.
-
-    Raises:
-        ServerError: It failed the request.
-    """
-    body: dict[str, Any] = {
-        "model": MODEL_NAME,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    body |= {"stream": True} | ({} if params is None else {"kv_transfer_params": params})
-    headers = {"Content-Type": "application/json"} | ({} if name is None else {"X-Request-Id": name})
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise server.error(f"answered {answer.status}: {answer.read(500).decode(errors='replace')}")
-        for line in answer:
-            if line.startswith(b"data: {"):
-                if b'"error"' in line:
-                    raise server.error(f"failed a request: {line[:500].decode(errors='replace')}")
-                yield time.perf_counter()
-    except (OSError, http.client.HTTPException) as error:
-        raise server.error(f"did not answer a request: {error!r}") from None
-    finally:
-        connection.close()
+    """Yield when each piece of a vLLM server's answer to a text, or to token ids, has come."""
+    return (at for at, _ in streamed(server, "/v1/completions", greedy(prompt, tokens, params), name))
 
 
 class Others:

@@ -56,19 +56,13 @@ def loaded_tokens(server: Server) -> int:
     return _loaded(_families(server), server)
 
 
-def moving_seconds(server: Server) -> float | None:
-    """Return for how long KV was on its way to it, all loads together; ``None`` if its connector is not kvxfer's."""
-    page = _families(server)
-    return _total(page, server, "kvxfer_transfer_seconds_sum") if "kvxfer_transfer_seconds" in page else None
-
-
-def total(server: Server, name: str) -> float:
-    """Return the sum of one metric over its labels.
+def total(server: Server, name: str, counts: Callable[[dict[str, str]], bool] = lambda labels: True) -> float:
+    """Return the sum of one metric over its labels, or over those that count.
 
     Raises:
         ServerError: The server does not export it.
     """
-    return _total(_families(server), server, name)
+    return _total(_families(server), server, name, counts)
 
 
 def _loaded(page: dict[str, list[Sample]], server: Server) -> int:

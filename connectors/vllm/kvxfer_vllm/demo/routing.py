@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +22,30 @@ PREFILL_PARAMS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Generated:
-    """Greedy output of one request, and what a connector said about its KV cache."""
+    """Greedy output of one request, and what a connector said about its KV cache.
+
+    ``computed``: how many tokens of the prompt a prefill server has computed, if it has the flag ``--enable-prompt-tokens-details``.
+    ``seconds``: how long it took.
+    """
 
     prompt_tokens: int
     tokens: list[int]
     kv_transfer_params: dict[str, Any] | None
+    computed: int
+    seconds: float
+
+
+def greedy(prompt: str | Sequence[int], tokens: int, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the body of a request for exactly ``tokens`` tokens behind a text or token ids; ``params`` are ``kv_transfer_params``."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return body | ({} if params is None else {"kv_transfer_params": params})
 
 
 def complete(
     server: Server,
     prompt: str | Sequence[int],
     max_tokens: int,
-    kv_transfer_params: dict[str, Any] | None = None,
+    kv_transfer_params: Mapping[str, Any] | None = None,
     timeout: float = 60.0,
     rank: int | None = None,
     name: str | None = None,
@@ -45,23 +58,18 @@ def complete(
         ServerError: The server fails it.
         NoAnswer: It took more than `timeout` seconds; having hung up makes the server abort it.
     """
-    body: dict[str, Any] = {
-        "model": MODEL_NAME,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    if kv_transfer_params is not None:
-        body["kv_transfer_params"] = kv_transfer_params
+    body = greedy(prompt, max_tokens, kv_transfer_params) | {"return_token_ids": True}
     headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
     headers |= {} if name is None else {"X-Request-Id": name}
+    began = time.perf_counter()
     answer = server.post("/v1/completions", body, timeout, headers)
+    usage = answer["usage"]
     return Generated(
-        prompt_tokens=answer["usage"]["prompt_tokens"],
+        prompt_tokens=usage["prompt_tokens"],
         tokens=answer["choices"][0]["token_ids"],
         kv_transfer_params=answer.get("kv_transfer_params"),
+        computed=usage["prompt_tokens"] - ((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+        seconds=time.perf_counter() - began,
     )
 
 

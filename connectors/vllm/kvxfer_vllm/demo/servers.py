@@ -147,7 +147,7 @@ class Server:
 
     def post(
         self, path: str, body: Mapping[str, Any], timeout: float = 60.0, headers: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
+    ) -> Any:
         """POST JSON, return the JSON answer.
 
         Raises:
@@ -158,7 +158,7 @@ class Server:
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return dict(json.load(answer))
+                return json.load(answer)
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:500]
             raise self.error(f"answered {error.code} to {path}: {said}") from None
