@@ -1,8 +1,7 @@
 """``kvxfer bench scale``: many loads in flight, many links, and many loads per second on one agent, over loopback.
 
-Each is first measured at the number asked for. Then loads and rate are doubled until something gives way, to see what that is and how
-it is reported; or the rate is halved until the agent keeps up. A load is a single small block, so that nearly all of the time goes to
-control. CPU time counts the whole process: the agent, the directory, and the simulated engine.
+A load is a single small block, so that nearly all of the time goes to control. CPU time counts the whole process: the agent, the
+directory, and the simulated engine.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvxfer.cli.terminal import Say, progress, silent
+from kvxfer.cli.terminal import progress
 from kvxfer.config import Config
 from kvxfer.identity import Source
 from kvxfer.testing.remote import Remote
@@ -27,9 +26,6 @@ from kvxfer_bench.options import Backend, Json
 QUIET_S = 3.0
 """How long to watch what loads or links cost while nothing happens."""
 PATIENCE_S = 100.0
-KEPT_UP = 0.95
-"""The share of a rate that must be reached for the agent to count as keeping up."""
-MAX_DOUBLINGS = 4
 TOGETHER = 50
 """Consumers in one process."""
 
@@ -151,59 +147,24 @@ def _at_rate(backend: str, rate: float, seconds: float) -> dict[str, Any]:
         }
 
 
-def measure_scale(
-    backend: str, loads: int, links: int, rate: float, seconds: float, beyond: bool, say: Say = silent
-) -> dict[str, Any]:
-    """Measure each of the three, the rate for ``seconds`` seconds. ``say`` is told what is being measured.
-
-    With ``beyond``, double loads and rate until something gives way, or halve the rate until the agent keeps up.
-    """
-
-    def in_flight(loads: int) -> dict[str, Any]:
-        say(f"{loads} loads in flight")
-        return _in_flight(backend, loads)
-
-    def at_rate(rate: float) -> dict[str, Any]:
-        say(f"{rate:g} loads per second, for {seconds:g} s")
-        return _at_rate(backend, rate, seconds)
-
-    out: dict[str, Any] = {"backend": backend, "in_flight": [in_flight(loads)]}
-    say(f"{links} links")
-    out["links"] = _linked(backend, links)
-    out["rate"] = [at_rate(rate)]
-    for _ in range(MAX_DOUBLINGS if beyond else 0):
-        last = out["in_flight"][-1]
-        if set(last["outcomes"]) == {"delivered"} and not last["missing"]:
-            out["in_flight"].append(in_flight(2 * last["loads"]))
-        last = out["rate"][-1]
-        if _kept_up(last):
-            out["rate"].append(at_rate(2 * last["asked_per_s"]))
-    while beyond and (last := out["rate"][-1])["asked_per_s"] <= rate and not _kept_up(last):
-        out["rate"].append(at_rate(last["asked_per_s"] / 2))
-    return out
-
-
-def _kept_up(found: dict[str, Any]) -> bool:
-    return bool(found["delivered_per_s"] >= KEPT_UP * found["asked_per_s"])
-
-
 def scale(
     backend: Backend = "tcp",
     loads: Annotated[int, typer.Option(min=1, help="Loads in flight together.")] = 10_000,
     links: Annotated[int, typer.Option(min=1, help="Consumers linked to one producer.")] = 200,
     rate: Annotated[float, typer.Option(min=1, help="Loads per second.")] = 1000,
     seconds: Annotated[float, typer.Option(min=0.5, help="How long to keep up that rate, in seconds.")] = 10.0,
-    beyond: Annotated[
-        bool,
-        typer.Option(help="Then double loads and rate until something gives way, or halve the rate until it holds."),
-    ] = True,
     as_json: Json = False,
 ) -> None:
-    """Put many loads in flight, many links, and many loads per second on one agent, and find out what gives way beyond that."""
-    found = measure_scale(backend, loads, links, rate, seconds, beyond, progress())
+    """Put many loads in flight, many links, and many loads per second on one agent, and tell what that costs."""
+    say = progress()
+    say(f"{loads} loads in flight")
+    found: dict[str, Any] = {"backend": backend, "in_flight": _in_flight(backend, loads)}
+    say(f"{links} links")
+    found["links"] = _linked(backend, links)
+    say(f"{rate:g} loads per second, for {seconds:g} s")
+    found["rate"] = _at_rate(backend, rate, seconds)
     if as_json:
         typer.echo(json.dumps(found))
         return
-    for name, rows in found.items():
-        for row in rows if isinstance(rows, list) else [rows]:
-            typer.echo(f"{name}: {json.dumps(row)}")
+    for name, row in found.items():
+        typer.echo(f"{name}: {json.dumps(row)}")

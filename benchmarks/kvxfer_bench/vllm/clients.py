@@ -58,6 +58,12 @@ class Answers:
             else:
                 self.wrong.append(f"{name}: got {list(tokens)}, expected {list(expected)}")
 
+    def report(self, counts: Mapping[str, Any], objections: Mapping[str, bool]) -> dict[str, Any]:
+        """Return what has become of the requests, with further counts; and what is wrong, with those objections that hold."""
+        said = [*self.wrong[:5], *self.failed[:5], *(text for text, holds in objections.items() if holds)]
+        ended = {"requests": self.done, "identical": self.identical, "failed": len(self.failed)}
+        return {**ended, **counts, "objections": said}
+
     def wait(self, count: int) -> None:
         """Wait until this many requests have ended; the client's timeout bounds each of them."""
         while self.done < count:

@@ -21,7 +21,7 @@ import typer
 from kvxfer.cli.terminal import Say
 from kvxfer_bench.options import Backend, KeepLogs, Requests, Seed
 from kvxfer_bench.servers import Starter, starting
-from kvxfer_bench.vllm.clients import START_S, Answers, Clients, expectations, reported, wishes
+from kvxfer_bench.vllm.clients import START_S, Clients, expectations, reported, wishes
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, free_port
 
@@ -85,19 +85,25 @@ def _run(starter: Starter, program: str, backend: str, requests: int, seed: int,
         fetched = total(successor, "kvxfer_offers_total")
         say(f"all requests have ended, and {fetched:g} offers of {successor.name}")
     loads = [received(server) for server in decodes]
-    return {
-        "requests": answers.done,
-        "identical": answers.identical,
-        "failed": len(answers.failed),
-        "killed": int(prefills[0].ended(0.0)),
-        "offers_killed": amid,
-        "joined": int(fetched > 0),
-        "streamed": sum(wish.streams for wish in wanted),
-        "external_tokens": sum(load.tokens for load in loads),
-        "failed_loads": sum(load.failed for load in loads),
-        "server_errors": int(sum(_errors(server) for server in decodes)),
-        "objections": _objections(answers, amid, fetched > 0, sum(load.tokens for load in loads), decodes),
-    }
+    external = sum(load.tokens for load in loads)
+    errors = {server.name: _errors(server) for server in decodes}
+    return answers.report(
+        {
+            "killed": int(prefills[0].ended(0.0)),
+            "offers_killed": amid,
+            "joined": int(fetched > 0),
+            "streamed": sum(wish.streams for wish in wanted),
+            "external_tokens": external,
+            "failed_loads": sum(load.failed for load in loads),
+            "server_errors": int(sum(errors.values())),
+        },
+        {
+            "the prefill server that was killed had no offer in hand: nothing was interrupted": not amid,
+            "the prefill server that joined got no request": not fetched,
+            "no KV was moved: the decode servers computed all prompts themselves": not external,
+            **{f"{name} answered requests with errors": count > 0 for name, count in errors.items()},
+        },
+    )
 
 
 def _kill_amid(server: Server) -> int:
@@ -107,18 +113,6 @@ def _kill_amid(server: Server) -> int:
         time.sleep(0.01)
     server.kill()
     return offers
-
-
-def _objections(answers: Answers, amid: int, joined: bool, external: int, decodes: Sequence[Server]) -> list[str]:
-    out = [*answers.wrong[:5], *answers.failed[:5]]
-    if not amid:
-        out.append("the prefill server that was killed had no offer in hand: nothing was interrupted")
-    if not joined:
-        out.append("the prefill server that joined got no request")
-    if not external:
-        out.append("no KV was moved: the decode servers computed all prompts themselves")
-    out += [f"{server.name} answered requests with errors" for server in decodes if _errors(server)]
-    return out
 
 
 def _errors(server: Server) -> float:

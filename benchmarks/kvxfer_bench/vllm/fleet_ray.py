@@ -24,7 +24,7 @@ import typer
 
 from kvxfer.cli.terminal import Say
 from kvxfer_bench.options import Backend, KeepLogs, Requests, Seed
-from kvxfer_bench.vllm.clients import Answers, Clients, Wish, expectations, reported, wishes
+from kvxfer_bench.vllm.clients import Clients, Wish, expectations, reported, wishes
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.servers import ENGINE, ENVIRONMENT, MODEL_NAME, ServerError, connector, free_port
 
@@ -173,17 +173,18 @@ class _Run:
         self._until(lambda: len(self._seen()) > 2, "another has been given KV in its place")
         self._until(lambda: answers.done >= requests, "all requests have ended")
         answers.wait(answers.done + self._clients.waiting)
-        return {
-            "requests": answers.done,
-            "identical": answers.identical,
-            "failed": len(answers.failed),
-            "killed": int(first not in _replicas()),
-            "asked_again": answers.asked_again,
-            "scaled": before,
-            "joined": len(self._loads) - before,
-            "external_tokens": sum(self._loads.values()),
-            "objections": _objections(answers),
-        }
+        return answers.report(
+            {
+                "killed": int(first not in _replicas()),
+                "asked_again": answers.asked_again,
+                "scaled": before,
+                "joined": len(self._loads) - before,
+                "external_tokens": sum(self._loads.values()),
+            },
+            {
+                "the decode replica that was killed had no request in hand: nothing was interrupted": not answers.asked_again
+            },
+        )
 
     def _until(self, came: Callable[[], bool], what: str) -> None:
         """Have the clients make requests until something has come about."""
@@ -200,13 +201,6 @@ class _Run:
         """Return of how many prompt tokens each decode replica has been given KV, those included that are gone."""
         self._loads |= _loaded()
         return self._loads
-
-
-def _objections(answers: Answers) -> list[str]:
-    out = [*answers.wrong[:5], *answers.failed[:5]]
-    if not answers.asked_again:
-        out.append("the decode replica that was killed had no request in hand: nothing was interrupted")
-    return out
 
 
 def _replicas() -> list[str]:
