@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvxfer.errors import KvxferError
 from kvxfer.geometry import HOST
-from kvxfer.testing import ConformanceSuite, remote_participant
+from kvxfer.testing import ConformanceSuite, remote
 from kvxfer.testing.remote_participant import RemoteParticipant
 from kvxfer.transport import Transport, registry
 from tests.selection import CLAUSES, DEAR
@@ -56,9 +57,9 @@ def test_a_process_that_does_not_stop_is_not_waited_for_without_end(monkeypatch:
     deaf = RemoteParticipant(registry.load("tcp"), {}, "deaf", HOST, lambda: None)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(remote_participant, "REPLY_S", 0.0)
+            patched.setattr(remote, "STOP_S", 0.0)
             patched.setattr(os, "kill", lambda pid, number: None)
-            with pytest.raises(RuntimeError, match="'deaf' did not stand still within 0 s of SIGSTOP"):
+            with pytest.raises(KvxferError, match="the deaf did not stand still within 0 s of SIGSTOP"):
                 deaf.stop()
         deaf.stop()
         deaf.resume()

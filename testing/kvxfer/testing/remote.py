@@ -7,15 +7,20 @@ import contextlib
 import multiprocessing as mp
 import os
 import signal
+import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
+from kvxfer import errors
 from kvxfer.errors import KvxferError
 
-ANSWER_S = 180.0
+ANSWER_S, STOP_S = 180.0, 60.0
 
 _forks = mp.get_context("forkserver")
 """Processes are forked from one that has imported what engines need: new interpreters would each have to import that again."""
@@ -56,35 +61,53 @@ def _begin(
     serve(*args)
 
 
-def _serve(make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
-    """Serve requests until ``None``. Each is (arguments, named ones), the method first, and is answered with (ok, value)."""
-    try:
-        served = make(*args)
-        pipe.send((True, None))
-        while (call := pipe.recv()) is not None:
-            (method, *arguments), named = call
-            found = getattr(served, method)
-            pipe.send((True, found(*arguments, **named) if callable(found) else found))
-        served.close()
-    except EOFError:
-        pass  # our parent is gone
-    except KvxferError as e:  # says what happened and what to do, without a traceback
-        pipe.send((False, str(e)))
-    except BaseException as e:
-        pipe.send((False, f"{type(e).__name__}: {e}"))
-        raise
+def _received(served: Any, pipe: Connection) -> Any:
+    """Return the next call."""
+    return pipe.recv()
+
+
+def _called(served: Any, words: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    method, *arguments = words
+    found = getattr(served, method)
+    return found(*arguments, **named) if callable(found) else found
+
+
+def _serve(
+    make: Callable[..., Any], args: tuple[Any, ...], pipe: Connection, next_call: Callable[[Any, Connection], Any]
+) -> None:
+    """Serve calls until ``None``. Each is (arguments, named ones), the method first, and is answered with (kind of error, value)."""
+
+    def answer(act: Callable[[], Any], tells: bool = True) -> Any:
+        try:
+            value = act()
+        except Exception as e:
+            if not isinstance(e, KvxferError):  # such an error says what happened and what to do
+                traceback.print_exc()
+            return pipe.send((type(e).__name__, str(e)))
+        pipe.send((None, value if tells else None))
+        return value
+
+    served = answer(partial(make, *args), tells=False)
+    with contextlib.suppress(EOFError):  # our parent is gone
+        while served is not None and (call := next_call(served, pipe)) is not None:
+            answer(partial(_called, served, *call))
+        if served is not None:
+            served.close()
 
 
 class Remote:
     """The object that ``make(*args)`` returns, made in a new process while this one goes on. It needs a method ``close``.
 
-    ``name`` is what error messages call it, and ``process`` the process.
+    ``name`` is what error messages call it, and ``process`` the process. ``next_call`` waits there for a call, given the object and the
+    pipe.
     """
 
-    def __init__(self, name: str, make: Callable[..., Any], *args: Any) -> None:
+    def __init__(
+        self, name: str, make: Callable[..., Any], *args: Any, next_call: Callable[[Any, Connection], Any] = _received
+    ) -> None:
         self.name = name
         self._pipe, theirs = mp.Pipe()
-        self.process = apart(_serve, make, args, theirs)
+        self.process = apart(_serve, make, args, theirs, next_call)
         theirs.close()
         self._made = False
 
@@ -112,15 +135,24 @@ class Remote:
         return self._answer()
 
     def _answer(self) -> Any:
-        if not self._pipe.poll(ANSWER_S):
+        if not self._comes():
             raise KvxferError(f"the {self.name} did not answer within {ANSWER_S:g} s")
         try:
-            ok, value = self._pipe.recv()
-        except EOFError:
-            raise KvxferError(f"the process of the {self.name} died") from None
-        if not ok:
-            raise KvxferError(f"the {self.name} failed: {value}")
+            kind, value = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self.process.join(10)
+            raise KvxferError(f"the process of the {self.name} died (exit status {self.process.exitcode})") from None
+        if kind is not None:
+            raise self._error(kind, value)
         return value
+
+    def _comes(self) -> bool:
+        """Wait for an answer, and say whether it is there in time."""
+        return self._pipe.poll(ANSWER_S)
+
+    def _error(self, kind: str, text: str) -> Exception:
+        """Return what is raised for an error of this class over there."""
+        return KvxferError(f"the {self.name} failed: {'' if hasattr(errors, kind) else f'{kind}: '}{text}")
 
     def __call__(self, *call: Any, **named: Any) -> Any:
         self.send(*call, **named)
@@ -131,12 +163,33 @@ class Remote:
         return self._pipe.poll(timeout)
 
     def stop(self) -> None:
-        """Stop the process until ``resume``, as a debugger or a frozen host would."""
-        os.kill(self.process.pid or 0, signal.SIGSTOP)
+        """Stop the process until ``resume``, as a debugger or a frozen host would, and wait until it has stopped.
+
+        Raises:
+            KvxferError: It has not, within ``STOP_S``.
+        """
+        self._signal(signal.SIGSTOP)
+        deadline = time.monotonic() + STOP_S
+        while not self._stands():
+            if time.monotonic() > deadline:
+                raise KvxferError(f"the process of the {self.name} did not stand still within {STOP_S:g} s of SIGSTOP")
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """Let the process continue after ``stop``."""
-        os.kill(self.process.pid or 0, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process.is_alive():
+            os.kill(self.process.pid or 0, number)
+
+    def _stands(self) -> bool:
+        """Whether all of its threads have stopped, or it has ended."""
+        try:
+            threads = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+            return all(thread.read_text().rpartition(") ")[2][0] == "T" for thread in threads)
+        except OSError:
+            return False  # one has ended meanwhile
 
     def kill(self) -> None:
         """End the process with SIGKILL."""
