@@ -16,6 +16,11 @@ class Spent(NamedTuple):
     cpu: Counter[str]
     sleeps: Counter[str]
 
+    def since(self, before: Spent) -> tuple[dict[str, float], dict[str, int]]:
+        """Return what was spent since then."""
+        cpu = {name: float(s - before.cpu[name]) for name, s in self.cpu.items()}
+        return cpu, {name: n - before.sleeps[name] for name, n in self.sleeps.items()}
+
 
 def spent(*pids: int | str) -> Spent:
     """Return what the threads of these processes have spent so far; of none, those of this one."""

@@ -131,10 +131,8 @@ class PlayedEngine:
         self._busy, side = phase != ALONE, Side()
         before, calls, begun = spent(), self._calls, time.monotonic()
         yield side
-        side.seconds, after = time.monotonic() - begun, spent()
-        side.cpu = {name: after.cpu[name] - before.cpu[name] for name in after.cpu}
+        side.seconds, (side.cpu, side.sleeps) = time.monotonic() - begun, spent().since(before)
         side.cpu[ENGINE] = self._calls - calls
-        side.sleeps = {name: after.sleeps[name] - before.sleeps[name] for name in after.sleeps}
 
     def _step(self, running: list[_Job]) -> Update:
         """Compute a step, in which these requests run beside the others."""

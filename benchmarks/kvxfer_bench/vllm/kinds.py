@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -70,14 +71,15 @@ class PromptCase:
 
 
 class Prompts:
-    """Prompts of token ids that no server has seen. Any number of tokens; one thread."""
+    """Prompts of token ids that no server has seen, of any number of tokens. Any thread."""
 
     def __init__(self, vocabulary: int) -> None:
-        self._rng = np.random.default_rng(time.time_ns())
+        self._rng, self._lock = np.random.default_rng(time.time_ns()), threading.Lock()
         self._vocabulary = vocabulary
 
     def of(self, tokens: int) -> Prompt:
-        return [int(token) for token in self._rng.integers(1, self._vocabulary, tokens)]
+        with self._lock:
+            return [int(token) for token in self._rng.integers(1, self._vocabulary, tokens)]
 
 
 class FirstTokens:

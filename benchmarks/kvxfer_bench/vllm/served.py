@@ -21,7 +21,7 @@ from kvxfer_bench.servers import START_S, shape_of, starting
 from kvxfer_bench.vllm.engines import OTHERS_TOKENS, room, server_flags
 from kvxfer_bench.vllm.kinds import Prompt, PromptCase, Prompts, first_tokens, offers
 from kvxfer_bench.vllm.pairs import STOCK, ServerPair, started
-from kvxfer_bench.vllm.streams import Others, busy
+from kvxfer_bench.vllm.streams import busy, repeating
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.servers import Server, await_ready
 
@@ -50,10 +50,11 @@ class ServedPair:
         for some in known.values():
             first_tokens(d, some)
         with ExitStack() as stack:
-            decoding: Others | None = None
+            decoded: list[float] = []
             if phase != ALONE:
-                decoding = stack.enter_context(busy(d, self._others, OTHERS_TOKENS))
-                stack.enter_context(self._filled(max(arrivals.tokens)))
+                decoded = stack.enter_context(busy(d, self._others, OTHERS_TOKENS))
+                longest = max(arrivals.tokens)
+                stack.enter_context(repeating(FILLERS, lambda ends: first_tokens(p, [self._prompts.of(longest)])))
             self._traces()
             before, begun = (_spent(p), _spent(d)), time.perf_counter()
             prefilled = total(p, "vllm:prompt_tokens_total")
@@ -61,13 +62,9 @@ class ServedPair:
             ended = time.perf_counter()
             found.prefill.tokens = total(p, "vllm:prompt_tokens_total") - prefilled
             for side, was, server in zip((found.prefill, found.decode), before, (p, d), strict=True):
-                now, side.seconds = _spent(server), ended - begun
-                names = now.cpu.keys() - {ENGINE}  # whose CPU goes with the steps, of which there are not as many
-                side.cpu = {name: now.cpu[name] - was.cpu[name] for name in names}
-                side.sleeps = {name: now.sleeps[name] - was.sleeps[name] for name in names}
-            if decoding is not None:
-                decoding.check()
-                found.decode.tokens = len(decoding.during([(begun, ended)]))
+                side.seconds, (side.cpu, side.sleeps) = ended - begun, _spent(server).since(was)
+                del side.cpu[ENGINE], side.sleeps[ENGINE]  # which go with the steps, of which there are not as many
+            found.decode.tokens = sum(begun <= at <= ended for at in decoded)
         found.traces = self._traces()
         return found
 
@@ -102,26 +99,6 @@ class ServedPair:
             for future in sent:
                 future.result()
         return found
-
-    @contextmanager
-    def _filled(self, tokens: int) -> Iterator[None]:
-        """Keep the prefill server computing prompts of this length from the start of the block to its end."""
-        ends, lock = threading.Event(), threading.Lock()
-
-        def fill() -> None:
-            while not ends.is_set():
-                with lock:
-                    prompt = self._prompts.of(tokens)
-                first_tokens(self._pair.prefill, [prompt])
-
-        with ThreadPoolExecutor(FILLERS) as pool:
-            filling = [pool.submit(fill) for _ in range(FILLERS)]
-            try:
-                yield
-            finally:
-                ends.set()
-            for future in filling:
-                future.result()
 
     def _traces(self) -> list[dict[str, float]]:
         """Return what the trace has of loads since the last call."""

@@ -6,7 +6,8 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,63 +53,51 @@ def stream(
     return (at for at, _ in streamed(server, "/v1/completions", greedy(prompt, tokens, params), name))
 
 
-class Others:
-    """Requests that decode all the time, each followed by another.
+@contextmanager
+def repeating(number: int, once: Callable[[threading.Event], object]) -> Iterator[Callable[[], None]]:
+    """Have threads do something again and again until the block ends, which sets the event; yield what raises the error of one.
 
-    ``gaps``: when a token of one of them came, and how many seconds after the one before.
+    The end of the block raises it as well.
     """
+    ends = threading.Event()
 
-    def __init__(self, server: Server, number: int, tokens: int) -> None:
-        self._server, self._tokens, self._ends = server, tokens, threading.Event()
-        self.gaps: list[tuple[float, float]] = []
-        self._error: BaseException | None = None
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(number)]
-        for thread in self._threads:
-            thread.start()
+    def run() -> None:
+        while not ends.is_set():
+            once(ends)
 
-    def _run(self) -> None:
+    with ThreadPoolExecutor(number) as pool:
+        running = [pool.submit(run) for _ in range(number)]
+
+        def check() -> None:
+            for future in running:
+                if future.done():
+                    future.result()
+
         try:
-            self._decode()
-        except BaseException as e:  # told by ``check``, on the thread that waits
-            self._error = e
-
-    def check(self) -> None:
-        """Fail if one of them has ended.
-
-        Raises:
-            BaseException: What ended it.
-        """
-        if self._error is not None:
-            raise self._error
-
-    def _decode(self) -> None:
-        while not self._ends.is_set():
-            before = None
-            for now in stream(self._server, "Once", self._tokens):
-                if before is not None:
-                    self.gaps.append((now, now - before))
-                before = now
-                if self._ends.is_set():
-                    return
-
-    def during(self, spans: list[tuple[float, float]]) -> list[float]:
-        """Return the gaps that ended within one of these spans of time, in milliseconds."""
-        return [1e3 * gap for at, gap in self.gaps if any(lo <= at <= hi for lo, hi in spans)]
-
-    def stop(self) -> None:
-        self._ends.set()
-        for thread in self._threads:
-            thread.join(60)
+            yield check
+        finally:
+            ends.set()
+    check()
 
 
 @contextmanager
-def busy(server: Server, number: int, tokens: int) -> Iterator[Others]:
-    """Keep a server decoding ``number`` requests of ``tokens`` tokens each, others following, from the start of the block to its end."""
-    others = Others(server, number, tokens)
-    try:
-        while len(others.gaps) < 20 * number:
-            others.check()
+def busy(server: Server, number: int, tokens: int) -> Iterator[list[float]]:
+    """Keep a server decoding ``number`` requests of ``tokens`` tokens each, others following, until the block ends.
+
+    Yields the times at which their tokens have come, but for the first of each.
+    """
+    came: list[float] = []
+
+    def once(ends: threading.Event) -> None:
+        answer = stream(server, "Once", tokens)
+        next(answer, None)
+        for now in answer:
+            came.append(now)
+            if ends.is_set():
+                return
+
+    with repeating(number, once) as check:
+        while len(came) < 20 * number:
+            check()
             time.sleep(0.05)
-        yield others
-    finally:
-        others.stop()
+        yield came
