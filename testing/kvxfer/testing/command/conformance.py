@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
+from msgspec import Meta, Struct
 
 from kvxfer.errors import ArgumentError, ConfigError, TransportError
 from kvxfer.geometry import HOST
 from kvxfer.memory.registry import space_for
-from kvxfer.settings import json_object
-from kvxfer.testing.command.router import try_router
+from kvxfer.settings import json_object, read
+from kvxfer.testing.command.router import cannot, try_router
 from kvxfer.testing.mutant import Mutant
 from kvxfer.testing.report import ConformanceReport, run_mutants, run_suite
 from kvxfer.testing.spaces.mutants import SpaceMutant
@@ -22,15 +22,19 @@ from kvxfer.testing.spaces.report import run_space_mutants, run_space_suite, spa
 from kvxfer.transport import registry
 
 _FORMS = {".json": "json", ".md": "markdown"}
-_SETTINGS = {
-    "in_process": bool,
-    "revokes": bool,
-    "gigabytes": bool,
-    "patience_s": float,
-    "notice_s": float,
-    "closing_s": float,
-    "rounds": int,
-}
+_Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class _Attributes(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What attributes of the suite may be; ``kvxfer.testing.conformance.Suite`` has their defaults."""
+
+    in_process: bool = True
+    revokes: bool = True
+    gigabytes: bool = True
+    patience_s: _Seconds = 1.0
+    notice_s: _Seconds = 1.0
+    closing_s: Annotated[float, Meta(ge=0, le=86400)] = 1.0
+    rounds: Annotated[int, Meta(gt=0)] = 1
 
 
 def conformance(
@@ -119,12 +123,7 @@ def conformance(
         raise typer.BadParameter("--prefill, --decode, --plain and --json need --router", param_hint="--router")
     if bool(backend) == bool(space):
         raise typer.BadParameter("name a back end, or --space, or a router with --router", param_hint="BACKEND")
-    attributes = _object(suite, "--suite")
-    for name, value in attributes.items():
-        if not _fits(name, value):
-            known = ", ".join(f"{known} ({kind.__name__})" for known, kind in _SETTINGS.items())
-            what = f"{name!r} cannot be {value!r}; the attributes are {known}; all numbers but closing_s are above 0"
-            raise typer.BadParameter(what, param_hint="--suite")
+    attributes = _object(suite, "--suite", _Attributes)
     for path in report or ():
         if path.suffix not in _FORMS or not path.parent.is_dir():
             raise typer.BadParameter(
@@ -153,7 +152,7 @@ def conformance(
         raise typer.BadParameter(str(e), param_hint="BACKEND") from None
     probe = registry.probed(cls)
     if not probe.usable or memory not in probe.memory:
-        _cannot(f"back end {cls.name} does not work here on {memory} memory: {probe.reason}")
+        cannot(f"back end {cls.name} does not work here on {memory} memory: {probe.reason}")
     settings = {"memory": memory, **attributes}
     try:
         if mutants:
@@ -163,7 +162,7 @@ def conformance(
     except ConfigError as e:
         raise typer.BadParameter(str(e), param_hint="--options") from None
     except TransportError as e:
-        _cannot(str(e))
+        cannot(str(e))
     _tell(found, report or (), f"back end {cls.name}")
 
 
@@ -179,11 +178,11 @@ def _device(space: str, memory: str) -> str:
     try:
         here = list(cls.devices(kind))
     except Exception as e:
-        _cannot(f"{space} cannot say which devices of kind {kind} are here: {type(e).__name__}: {e}")
+        cannot(f"{space} cannot say which devices of kind {kind} are here: {type(e).__name__}: {e}")
     if number and memory not in here:
-        _cannot(f"there is no device {memory} here, but {', '.join(here) or 'none'}")
+        cannot(f"there is no device {memory} here, but {', '.join(here) or 'none'}")
     if not here:
-        _cannot(f"there is no device of kind {kind} here")
+        cannot(f"there is no device of kind {kind} here")
     return memory if number else here[0]
 
 
@@ -226,22 +225,12 @@ def _break(subject: str, tried: Iterable[tuple[type[Mutant] | type[SpaceMutant],
         raise typer.Exit(1)
 
 
-def _object(text: str, hint: str) -> dict[str, Any]:
+def _object(text: str, hint: str, kind: type[Struct] | None = None) -> dict[str, Any]:
+    """Return an option that is a JSON object, with the fields of a struct if one is given."""
     try:
-        return json_object(text, "it")
+        found = json_object(text, "it")
+        if kind is not None:
+            read(kind, found, "attribute {!r} of the suite")
+        return found
     except ConfigError as e:
         raise typer.BadParameter(str(e), param_hint=hint) from None
-
-
-def _fits(name: str, value: object) -> bool:
-    kind = _SETTINGS.get(name)
-    if kind is bool:
-        return isinstance(value, bool)
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-        return False
-    return kind is not None and 0 <= value < math.inf and (value > 0 or name == "closing_s")
-
-
-def _cannot(why: str) -> NoReturn:
-    typer.echo(f"kvxfer: {why}", err=True)
-    raise typer.Exit(3)

@@ -38,7 +38,7 @@ def try_router(
             if fail_fast and result.outcome == "broken":
                 break
     except NoServerError as e:
-        _cannot(str(e))
+        cannot(str(e))
     found = Counter(result.outcome for result in results)
     if as_json:
         typer.echo(json.dumps({"router": router, "kept": not found["broken"], "cases": [asdict(r) for r in results]}))
@@ -73,6 +73,7 @@ def _deployment(router: str, plain: str, prefill: Sequence[str], decode: Sequenc
     return Deployment(*servers, model, within)
 
 
-def _cannot(why: str) -> NoReturn:
+def cannot(why: str) -> NoReturn:
+    """Say why nothing can be tested, and exit as ``conformance`` does then."""
     typer.echo(f"kvxfer: {why}", err=True)
     raise typer.Exit(3)
