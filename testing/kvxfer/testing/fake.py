@@ -12,7 +12,6 @@ Without the option ``network``, all fakes of the process share one.
 
 from __future__ import annotations
 
-import random
 import uuid
 from collections.abc import Collection, Hashable, Mapping
 from collections.abc import Set as AbstractSet
@@ -26,7 +25,7 @@ from kvxfer.backend.base import ONE_SIDED
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry.tensor import HOST
 from kvxfer.settings import advice
-from kvxfer.testing.network import Fault, LinkEnd, Network, PendingBatch
+from kvxfer.testing.network import LinkEnd, Network, PendingBatch
 from kvxfer.transport.contract import Batch, Capabilities, Completion, Fence, PlanBatch, Probe, Quieted, Verb
 
 __all__ = ["FakeTransport", "Network"]
@@ -49,10 +48,7 @@ _DEFAULTS: dict[str, Any] = {
     "quiet_s": 0.05,
     "lends": True,
     "delay_s": 0.0,
-    "lose": 0.0,
-    "corrupt": 0.0,
-    "fail": 0.0,
-    "seed": 0,
+    "corrupt": False,
     "wakeup": True,
 }
 
@@ -73,7 +69,7 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
     All options may be left out. ``verbs`` are names (default: all) and ``memory`` kinds of memory. ``elastic``,
     ``gathers``, ``factored``, ``run_bytes``, ``abort``, ``quiet`` and ``lends`` are as in ``Capabilities``. ``network`` is a ``Network``.
     ``quiet_s`` is how many seconds a failed batch takes to get quiet if ``quiet`` is ``later``. ``delay_s`` delays every batch.
-    ``lose``, ``corrupt`` and ``fail`` are the probabilities that a batch of this agent meets that fault, drawn with ``seed``.
+    With ``corrupt``, each batch of this agent meets that fault; ``kvxfer.testing.faults`` has faults by chance.
     With ``wakeup: false``, ``fileno`` returns ``None``.
     """
 
@@ -109,7 +105,6 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         super().__init__(agent, options)
         self.dead = self.stopped = False
         self._net: Network = o["network"]
-        self._random = random.Random(o["seed"])
         self._lent: dict[str, tuple[frozenset[int], bool]] = {}
         with self._net.lock:
             self._net.join(self)
@@ -154,7 +149,8 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         addresses = self.memories.addresses(batch.local, batch.local_offsets, lengths)
         with self._net.lock:
             due = clock.now() + self._options["delay_s"] + self._net.delay_s
-            post = PendingBatch(number, batch, link, addresses, remote, lengths, after, due, self._fate(batch.verb))
+            fate = "corrupt" if self._options["corrupt"] and batch.verb is not Verb.RECV else self._net.fate(batch.verb)
+            post = PendingBatch(number, batch, link, addresses, remote, lengths, after, due, fate)
             link.posts.append(post)
             if link.broken is not None:
                 self._net.fail(post, str(link.broken))
@@ -247,12 +243,3 @@ class FakeTransport(Base[Endpoint, LinkEnd]):
         times = [p.due for p in posts if p.due > looked] + self._net.settling(self)
         times += [looked + FENCE_INTERVAL_S if p.fenced() else looked for p in posts if p.after is not None]
         return min(times, default=None)
-
-    def _fate(self, verb: Verb) -> Fault | None:
-        """Draw the fault that a batch meets, if any."""
-        faults: tuple[Fault, ...] = ("lose", "corrupt", "fail")
-        for fault in faults:
-            chance = self._options[fault]
-            if verb is not Verb.RECV and chance and self._random.random() < chance:
-                return fault
-        return self._net.fate(verb)
