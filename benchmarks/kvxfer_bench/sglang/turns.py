@@ -6,11 +6,12 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvxfer_bench.servers import Turns
+from kvxfer.cli.terminal import Say
+from kvxfer_bench.servers import Tell, Turns
 from kvxfer_bench.sglang.asking import GENERATE, ask_pair, ask_streaming, generated, sampling
 from kvxfer_bench.sglang.servers import SglangPair
 from kvxfer_vllm.demo.servers import Server
@@ -66,7 +67,9 @@ def expect(plain: Server, prompts: Sequence[list[int]], tokens: int) -> list[Exp
 class SglangTurns(Turns[SglangPair]):
     """Measures pairs of SGLang servers by name, in turns."""
 
-    threads = ThreadPoolExecutor(256)
+    def __init__(self, pairs: Mapping[str, SglangPair], tell: Tell, say: Say) -> None:
+        super().__init__(pairs, tell, say)
+        self._threads = ThreadPoolExecutor(256)
 
     def tokens(self, expectations: Sequence[Expectation], tie: float) -> None:
         """Tell how many answers are those of a plain server: one by one, and all at once."""
@@ -75,8 +78,8 @@ class SglangTurns(Turns[SglangPair]):
             def verdicts(answers: Sequence[list[int]]) -> dict[str, int]:
                 return dict(Counter(e.verdict(tokens, tie) for e, tokens in zip(expectations, answers, strict=True)))
 
-            each = [ask_pair(self.threads, pair, e.ids, len(e.tokens)).tokens() for e in expectations]
-            asked = [ask_pair(self.threads, pair, e.ids, len(e.tokens)) for e in expectations]
+            each = [ask_pair(self._threads, pair, e.ids, len(e.tokens)).tokens() for e in expectations]
+            asked = [ask_pair(self._threads, pair, e.ids, len(e.tokens)) for e in expectations]
             together = verdicts([one.tokens() for one in asked])
             self.tell({"backend": name, "one_by_one": verdicts(each), "at_once": together})
 
@@ -91,7 +94,7 @@ class SglangTurns(Turns[SglangPair]):
             prompts = [made_up(f"{name} {number} {n}", prompt) for n in range(at_once)]
             begun = time.monotonic()
             with ThreadPoolExecutor(at_once) as readers:
-                streams = list(readers.map(lambda ids: ask_streaming(self.threads, pair, ids, tokens), prompts))
+                streams = list(readers.map(lambda ids: ask_streaming(self._threads, pair, ids, tokens), prompts))
             took = time.monotonic() - begun
             if number:
                 first[name] += [first_s for first_s, _ in streams]
