@@ -92,7 +92,7 @@ def starting(
         yield Starter(where, logs, on, [*dummy, *usual, *flags.split()], begun, kind)
 
 
-class Turns(Generic[Pair]):
+class PairTurns(Generic[Pair]):
     """Asks pairs of servers by name, in turns. A pair of which a server fails is left out from then on, which ``failed`` says.
 
     Args:

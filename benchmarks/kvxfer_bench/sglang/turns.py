@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvxfer.cli.terminal import Say
-from kvxfer_bench.servers import Tell, Turns
+from kvxfer_bench.servers import PairTurns, Tell
 from kvxfer_bench.sglang.asking import GENERATE, ask_pair, ask_streaming, generated, sampling
 from kvxfer_bench.sglang.servers import SglangPair
 from kvxfer_vllm.demo.servers import Server
@@ -64,7 +64,7 @@ def expect(plain: Server, prompts: Sequence[list[int]], tokens: int) -> list[Exp
     return found
 
 
-class SglangTurns(Turns[SglangPair]):
+class SglangTurns(PairTurns[SglangPair]):
     """Measures pairs of SGLang servers by name, in turns."""
 
     def __init__(self, pairs: Mapping[str, SglangPair], tell: Tell, say: Say) -> None:

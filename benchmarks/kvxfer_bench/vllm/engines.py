@@ -22,7 +22,7 @@ import typer
 
 from kvxfer.cli.terminal import Say, progress
 from kvxfer_bench.options import Flags, Gpus, KeepLogs, Rounds, parsed
-from kvxfer_bench.servers import START_S, Tell, Turns, shape_of, starting
+from kvxfer_bench.servers import START_S, PairTurns, Tell, shape_of, starting
 from kvxfer_bench.verdict import compare
 from kvxfer_bench.vllm.kinds import FirstTokens, PromptCase, Prompts
 from kvxfer_bench.vllm.pairs import STOCK, ServerPair, started
@@ -43,7 +43,7 @@ COMPARED = (
 )
 
 
-class EngineTurns(Turns[ServerPair]):
+class EngineTurns(PairTurns[ServerPair]):
     """Measures pairs of servers, by back end, in turns; one more round than ``rounds`` warms up."""
 
     def __init__(self, pairs: Mapping[str, ServerPair], prompts: Prompts, rounds: int, tell: Tell, say: Say) -> None:

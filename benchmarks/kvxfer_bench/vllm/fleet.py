@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from kvxfer_bench.options import Backend, KeepLogs, Requests, Seed
 from kvxfer_bench.servers import Starter, starting
 from kvxfer_bench.vllm.clients import START_S, Clients, expectations, reported, wishes
 from kvxfer_vllm.demo.metrics import received, total
-from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, connector, free_port
+from kvxfer_vllm.demo.servers import Server, await_ready, connector, ended_together, free_port
 
 JOIN_S = 180.0
 AMID_S = 30.0
@@ -120,6 +119,25 @@ def _errors(server: Server) -> float:
     return total(server, "http_requests_total", lambda has: has["status"].startswith("5"))
 
 
+class Router(Server):
+    """The program vllm-router in front of these servers."""
+
+    def __init__(self, program: str, prefills: Sequence[Server], decodes: Sequence[Server], logs: Path) -> None:
+        self.name, self.log, port = "router", logs / "router.log", free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [program, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+        command += ["--health-check-interval-secs", str(HEALTH_S), "--health-failure-threshold", "1"]
+        command += ["--health-success-threshold", "1", "--worker-startup-check-interval", "1"]
+        command += ["--cb-timeout-duration-secs", "5"]
+        for role, servers in (("--prefill", prefills), ("--decode", decodes)):
+            command += [word for server in servers for word in (role, server.url)]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, process_group=0
+            )
+
+
 @contextmanager
 def routed(program: str, prefills: Sequence[Server], decodes: Sequence[Server], logs: Path) -> Iterator[str]:
     """Run vllm-router in front of these servers, and yield its URL.
@@ -127,38 +145,7 @@ def routed(program: str, prefills: Sequence[Server], decodes: Sequence[Server], 
     Raises:
         ServerError: It did not start.
     """
-    port = free_port()
-    command = [program, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    command += ["--health-check-interval-secs", str(HEALTH_S), "--health-failure-threshold", "1"]
-    command += ["--health-success-threshold", "1", "--worker-startup-check-interval", "1"]
-    command += ["--cb-timeout-duration-secs", "5"]
-    for server in prefills:
-        command += ["--prefill", server.url]
-    for server in decodes:
-        command += ["--decode", server.url]
-    url = f"http://127.0.0.1:{port}"
-    with (logs / "router.log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            until = time.monotonic() + 60
-            while not _answers(f"{url}/health"):
-                if process.poll() is not None or time.monotonic() > until:
-                    tail = (logs / "router.log").read_text(errors="replace")[-1000:]
-                    raise ServerError(f"the router did not start; the end of its log:\n{tail}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1):
-            return True
-    except OSError:
-        return False
+    with ended_together() as begun:
+        begun.append(Router(program, prefills, decodes, logs))
+        await_ready(begun, 60)
+        yield begun[0].url
