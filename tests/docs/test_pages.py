@@ -40,3 +40,15 @@ def test_a_page_points_to_what_is_there(page: Path) -> None:
         assert there.exists(), target
         if anchor and there.suffix == ".md":
             assert anchor[1:] in anchors(there), f"{target}{anchor}"
+
+
+BRINGS = {"conformance": "./testing", "bench": "./benchmarks", "demo": "./connectors/vllm"}
+READMES = [*PAGES, *(page for place in PLACES for page in (ROOT / place).rglob("README.md"))]
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(READMES), ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_is_installed_brings_the_commands_that_follow(page: Path) -> None:
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
+        for installed, then in re.findall(r"^pip install (.*)\n((?:(?!pip ).*\n)*)", block, re.M):
+            for command in re.findall(r"^kvxfer (\w+)", then, re.M):
+                assert ".[cli]" in installed and BRINGS.get(command, "") in installed, command
