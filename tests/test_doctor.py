@@ -94,6 +94,21 @@ def test_nobody_there(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["problems"][0].count(report["peers"][0]["failure"]["advice"]) == 1
 
 
+@pytest.mark.parametrize("way, code", [("from_peer", 1), ("to_peer", 0)])
+def test_a_link_over_which_nothing_can_be_loaded_is_a_problem(
+    way: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other way need not go: a prefill engine dials no decode engine."""
+    only("tcp", monkeypatch)
+    measured: dict[str, Any] = {"from_peer": {}, "to_peer": {}, way: {"failure": "it went away"}}
+    monkeypatch.setattr("kvxfer.cli.doctor.visit", lambda peer, settings: {"peer": peer, "measured": measured})
+    result = CliRunner().invoke(build(), ["doctor", "--json", "--peer", "127.0.0.1:9"])
+    assert result.exit_code == code
+    assert (
+        json.loads(result.stdout)["problems"] == ["127.0.0.1:9: nothing could be loaded from it: it went away"] * code
+    )
+
+
 def test_an_engine_of_two_ranks() -> None:
     with AgentEngine(Config(peer_timeout=4.0), PagedMemory(ranks=2)) as engine:
         found = call(engine.source)

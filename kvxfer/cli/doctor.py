@@ -130,6 +130,8 @@ def _report(settings: Config, peers: Sequence[Address], say: Say) -> dict[str, A
     for visited in report["peers"]:
         if "failure" in visited:
             report["problems"].append(failed_at(visited["peer"], msgspec.convert(visited["failure"], Failure)))
+        elif why := visited.get("measured", {}).get("from_peer", {}).get("failure"):
+            report["problems"].append(f"{visited['peer']}: nothing could be loaded from it: {why}")
     compared = peers if report["running"] is None else [directory_address(settings), *peers]
     if len(compared) > 1:
         report["problems"] += differences(compared[0], compared[1], settings)
