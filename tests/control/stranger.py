@@ -15,7 +15,7 @@ from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.security import OPEN
-from kvxfer.testing.engine import PagedMemory
+from kvxfer.testing.engine import AgentEngine, PagedMemory
 from kvxfer.testing.fake import FakeTransport
 from tests.control.conftest import SeededEngine
 
@@ -72,7 +72,7 @@ class Stranger:
         return data
 
 
-def hello(p: SeededEngine, **changes: object) -> m.Hello:
+def hello(p: AgentEngine, **changes: object) -> m.Hello:
     """What a consumer of all heads says first to the first agent of an engine on the fake; no back end has made its endpoint."""
     rank, cache = p.agents[0].descriptor, PagedMemory().caches[0]
     values = {
@@ -91,7 +91,7 @@ def hello(p: SeededEngine, **changes: object) -> m.Hello:
 
 
 @contextmanager
-def acquainted(p: SeededEngine, **changes: object) -> Iterator[Stranger]:
+def acquainted(p: AgentEngine, **changes: object) -> Iterator[Stranger]:
     """A peer whose hello, with these changes, was welcomed."""
     with (
         closing(FakeTransport("other", {"verbs": ["read"]})) as other,

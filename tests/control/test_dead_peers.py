@@ -14,7 +14,7 @@ from kvxfer.identity import Source
 from kvxfer.protocol.values import Ended
 from tests.control.conftest import until
 from tests.control.node import Node, name, nodes
-from tests.control.test_processes import deliver
+from tests.control.test_processes import deliver, half
 from tests.relay import Relay
 
 K = FailureKind
@@ -60,9 +60,7 @@ def test_killed(node: Make, met: bool) -> None:
 
 def test_killed_amid_a_load(node: Make) -> None:
     p, d = node(seed=1), node()
-    p.offer(name("half"), [13], 4, 1, False)
-    d.fetch(name("half"), p.source, [15, 12], 8)
-    until(lambda: d.blocks([15]) == p.blocks([13]))
+    half(p, d, "half")
     p.kill()
     end = d.settled(name("half"), timeout=TIMEOUT + 5)
     assert end.outcome.kind is K.PEER_LOST, "it was there"

@@ -128,6 +128,12 @@ def test_a_counter_that_is_cut_short_ends_no_consumer(whose: str, said: str) -> 
     assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
 
 
+def test_any_number_of_consumers_may_look(revocations: SharedRevocationCounter) -> None:
+    """Each has been invited, and leaves nothing of itself in the producer's queue for good."""
+    for _ in range(400):
+        assert RevocationView.of(revocations.invite()) is not None
+
+
 # --- what changes it ---------------------------------------------------------------------------------------------------
 
 

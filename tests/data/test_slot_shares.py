@@ -27,7 +27,7 @@ TAKES_S, CONTROL_S, RENEWS_S = 0.002, 0.005, 0.02
 a link."""
 ALONE_S = 4 * TAKES_S
 FLOOR_S = 0.025
-"""So much more than twice the time alone is the noise of a busy machine, in ``kvxfer bench adversary`` too."""
+"""So much more than twice the time alone is the noise of a busy machine."""
 
 Takes = Callable[[int], float | None]
 """Tells after how many seconds a consumer takes its nth piece; ``None``: never."""

@@ -18,7 +18,6 @@ import msgspec
 from kvxfer.config import Config
 from kvxfer.control.sockets import ControlConnection, ControlSockets
 from kvxfer.errors import PeerError
-from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Released
@@ -26,7 +25,7 @@ from kvxfer.security import OPEN
 from kvxfer.testing.engine import AgentEngine, PagedMemory
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.values import BlockTable, Fetch, Offer
-from tests.control.stranger import Stranger
+from tests.control.stranger import Stranger, hello
 from tests.fuzz.frames import T
 
 PREFIXES = [bytes([who]) for who in range(4)]
@@ -87,18 +86,7 @@ class Rig:
         return connection
 
     def hello(self) -> m.Hello:
-        return m.Hello(
-            m.PROTOCOL,
-            self.agent.descriptor.backends[0],
-            self.agent.epoch,
-            5,
-            "rogue",
-            ENDPOINT,
-            self.cache,
-            (ShardAssignment(0, 0, self.cache.views[0].layers, 0, 4),),
-            "read",
-            4096,
-        )
+        return hello(self.engine, epoch=5, engine="rogue", endpoint=ENDPOINT)
 
     def work(self) -> None:
         """Give the agent something that frames can be about."""
