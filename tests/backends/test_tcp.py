@@ -220,16 +220,6 @@ def test_a_chunk_that_comes_twice_completes_nothing(world: World, impostor: Impo
     assert result.error is not None and "unexpected chunk" in result.error
 
 
-def test_who_does_not_know_the_link_is_no_source(world: World, impostor: Impostor) -> None:
-    """Whoever listens where a peer did is believed nothing unless it shows the other token."""
-    started = impostor.asked()
-    before = impostor.victim.content(0)
-    impostor.came.sendall(greeting(new_token()) + DATA.encode() + b"x" * N)
-    [result] = world.finish(started)
-    assert result.error is not None and "does not know this link" in result.error
-    assert_equal(impostor.victim.content(0), before, "the victim's memory")
-
-
 def test_bytes_in_good_order_arrive(world: World, impostor: Impostor) -> None:
     """What the other tests break: so that they fail for the reason they name."""
     impostor.greet()
