@@ -32,33 +32,17 @@ __all__ = ["OPEN", "RateLimitedWarnings", "Security", "make_key", "plain", "port
 
 log = logger("kvxfer.security")
 
+MAX_REPEATED = 256
+"""The most complaints that are known to be equal to one before."""
 _LOCAL = ("127.0.0.0/8", "::1/128")
 _LOOPBACK = (*_LOCAL, "localhost")
-
-
-class RateLimitedWarnings:
-    """Log warnings that strangers can cause, at a limited rate. Any thread may call it."""
-
-    def __init__(self, log: logging.Logger, every: float = 1.0) -> None:
-        self._log, self._every = log, every
-        self._last = -every
-        self._held = 0
-
-    def __call__(self, text: str, *args: object) -> None:
-        now = clock.now()
-        if now - self._last < self._every:
-            self._held += 1
-            return
-        more = f" ({self._held} more were not logged)" if self._held else ""
-        self._last, self._held = now, 0
-        self._log.warning(text + "%s", *args, more)
 
 
 class Repeats:
     """Decide which of many equal complaints to log: the first, then one in ``every`` seconds. Any thread may call it."""
 
-    def __init__(self, every: float = 60.0, most: int = 256) -> None:
-        self._every, self._most = every, most
+    def __init__(self, every: float = 60.0) -> None:
+        self._every = every
         self._lock = threading.Lock()
         self._known: OrderedDict[object, tuple[float, int]] = OrderedDict()  # when last logged, and how often not since
 
@@ -71,9 +55,21 @@ class Repeats:
                 self._known[what] = last, held + 1
                 return None
             self._known[what] = now, 0
-            if len(self._known) > self._most:
+            if len(self._known) > MAX_REPEATED:
                 self._known.popitem(last=False)
             return held
+
+
+class RateLimitedWarnings:
+    """Log warnings that strangers can cause, at a limited rate. Any thread may call it."""
+
+    def __init__(self, log: logging.Logger, every: float = 1.0) -> None:
+        self._log, self._repeats = log, Repeats(every)
+
+    def __call__(self, text: str, *args: object) -> None:
+        held = self._repeats.logged(None)
+        if held is not None:
+            self._log.warning(text + "%s", *args, f" ({held} more were not logged)" if held else "")
 
 
 _turned_away = RateLimitedWarnings(log)

@@ -63,11 +63,7 @@ class Asked:
 
 
 def ask_pair(
-    threads: ThreadPoolExecutor,
-    pair: SglangPair,
-    ids: Sequence[int] | Sequence[Sequence[int]],
-    tokens: int,
-    timeout: float = ANSWER_S,
+    threads: ThreadPoolExecutor, pair: SglangPair, ids: Sequence[int] | Sequence[Sequence[int]], tokens: int
 ) -> Asked:
     """Send a request to both servers at the same time; it needs two of the threads."""
     batch = len(ids) if ids and isinstance(ids[0], Sequence) else 0
@@ -80,8 +76,8 @@ def ask_pair(
     room = room_of(pair, batch)
     return Asked(
         rid,
-        threads.submit(pair.prefill.post, GENERATE, body("p"), timeout),
-        threads.submit(pair.decode.post, GENERATE, body("d"), timeout),
+        threads.submit(pair.prefill.post, GENERATE, body("p"), ANSWER_S),
+        threads.submit(pair.decode.post, GENERATE, body("d"), ANSWER_S),
     )
 
 

@@ -44,10 +44,10 @@ class Expectation:
         return "same" if len(tokens) == len(self.tokens) else "different"
 
 
-def made_up(seed: int | str, tokens: int, vocab: int = 256) -> list[int]:
+def made_up(seed: int | str, tokens: int) -> list[int]:
     """Return a prompt of random tokens."""
     chosen = random.Random(seed)
-    return [chosen.randrange(vocab) for _ in range(tokens)]
+    return [chosen.randrange(256) for _ in range(tokens)]
 
 
 def expect(plain: Server, prompts: Sequence[list[int]], tokens: int) -> list[Expectation]:
