@@ -158,13 +158,14 @@ def scale(
     """Put many loads in flight, many links, and many loads per second on one agent, and tell what that costs."""
     say = progress()
     say(f"{loads} loads in flight")
-    found: dict[str, Any] = {"backend": backend, "in_flight": _in_flight(backend, loads)}
+    found: dict[str, Any] = {"backend": backend, "in_flight": [_in_flight(backend, loads)]}
     say(f"{links} links")
     found["links"] = _linked(backend, links)
     say(f"{rate:g} loads per second, for {seconds:g} s")
-    found["rate"] = _at_rate(backend, rate, seconds)
+    found["rate"] = [_at_rate(backend, rate, seconds)]
     if as_json:
         typer.echo(json.dumps(found))
         return
-    for name, row in found.items():
-        typer.echo(f"{name}: {json.dumps(row)}")
+    for name, rows in found.items():
+        for row in rows if isinstance(rows, list) else [rows]:
+            typer.echo(f"{name}: {json.dumps(row)}")
