@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,15 +13,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from kvxfer.cli.addresses import address_problems
-from kvxfer.cli.terminal import make_console
+from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
+from kvxfer.text import escaped
 from kvxfer.transport import registry
 from kvxfer.transport.auto import AUTO
-from kvxfer_vllm.demo.report import finish, report_of, say_failed, show_requests
 
 
 def demo(
@@ -44,12 +46,19 @@ def demo(
         with ended_by_sigterm(), _log_folder(keep_logs) as logs:
             report = _run(settings, logs, progress)
     except ServerError as error:
-        say_failed(error)
+        _say_failed(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         progress.print("interrupted; all servers have been stopped")
         raise typer.Exit(130) from None
-    finish(report, as_json, _show)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _show(report, make_console())
+    for objection in report["objections"]:
+        _say_failed(objection)
+    if report["objections"]:
+        raise typer.Exit(1)
 
 
 def _settings(backend: str, config: str) -> dict[str, Any]:
@@ -85,23 +94,59 @@ def _run(settings: dict[str, Any], logs: Path, progress: Console) -> dict[str, A
                 for name, prompt in PROMPTS.items():
                     status.update(f"{name} ({len(prompt)} tokens)")
                     outcomes.append(compare(cluster, name, prompt))
-    requests = [
-        {
-            "prompt": outcome.name,
-            "prompt_tokens": outcome.prompt_tokens,
-            "output_tokens": len(outcome.tokens),
-            "external_kv_tokens": outcome.received.tokens,
-            "kv_bytes": outcome.received.kv_bytes,
-            "transfer_seconds": outcome.received.seconds,
-            "tokens_identical": outcome.identical,
-        }
-        for outcome in outcomes
-    ]
-    return report_of(settings["backend"], requests, objections(outcomes), time.monotonic() - start)
+    return {
+        "backend": settings["backend"],
+        "tokens_identical": all(outcome.identical for outcome in outcomes),
+        "kv_bytes": sum(outcome.received.kv_bytes for outcome in outcomes),
+        "external_kv_tokens": sum(outcome.received.tokens for outcome in outcomes),
+        "requests": [
+            {
+                "prompt": outcome.name,
+                "prompt_tokens": outcome.prompt_tokens,
+                "output_tokens": len(outcome.tokens),
+                "external_kv_tokens": outcome.received.tokens,
+                "kv_bytes": outcome.received.kv_bytes,
+                "transfer_seconds": outcome.received.seconds,
+                "tokens_identical": outcome.identical,
+            }
+            for outcome in outcomes
+        ],
+        "objections": objections(outcomes),
+        "seconds": time.monotonic() - start,
+    }
 
 
 def _show(report: dict[str, Any], console: Console) -> None:
-    show_requests(report, console, "the plain server", "the prefill server")
+    """Print the requests as a table."""
+    table = Table(title=f"KV moved from prefill to decode by {verbatim(report['backend'])}", title_justify="left")
+    table.add_column("prompt", no_wrap=True)
+    timed = all(request["transfer_seconds"] for request in report["requests"])
+    for column in ("tokens", "fetched", "KV", "time", *(["GB/s"] if timed else [])):
+        table.add_column(column, justify="right")
+    table.add_column("output")
+    for request in report["requests"]:
+        seconds, size = request["transfer_seconds"], request["kv_bytes"]
+        table.add_row(
+            verbatim(request["prompt"]),
+            str(request["prompt_tokens"]),
+            str(request["external_kv_tokens"]),
+            f"{size / 1e6:.2f} MB",
+            f"{seconds * 1e3:.1f} ms",
+            *([f"{size / seconds / 1e9:.3f}"] if timed else []),
+            "identical" if request["tokens_identical"] else "[red]differs[/]",
+        )
+    console.print(table)
+    if not report["objections"]:
+        console.print(
+            f"All tokens are identical to the plain server's; {report['external_kv_tokens']} prompt tokens "
+            f"({report['kv_bytes'] / 1e6:.2f} MB of KV) came from the prefill server."
+        )
+
+
+def _say_failed(why: object) -> None:
+    """Print to standard error what failed."""
+    lines = "\n".join(map(escaped, str(why).split("\n")))
+    make_console(stderr=True).print(f"FAILED: {lines}", style="red", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
