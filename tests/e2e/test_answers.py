@@ -85,25 +85,3 @@ def test_requests_under_one_id_at_once(cluster: Cluster) -> None:
     moved = received(cluster.decode) - before
     assert moved.failed == 0 and moved.tokens >= sum(len(prompt) - 1 for prompt in prompts)
     nothing_is_held(cluster)
-
-
-def test_one_prompt_twice_under_one_id_at_once(cluster: Cluster) -> None:
-    prompt = ids(140, 97)
-    before = received(cluster.decode)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: through_both(cluster, prompt, name="twice")[0], range(4)))
-    assert found == 4 * [tokens(ask(cluster.plain, prompt))]
-    moved = received(cluster.decode) - before
-    assert moved.failed == 0 and moved.tokens >= 139
-    nothing_is_held(cluster)
-
-
-def test_a_retry_under_the_id_of_the_first_try(cluster: Cluster) -> None:
-    prompt = ids(130, 95)
-    ask(cluster.prefill, prompt, answer=1, name="retried", kv_transfer_params=PREFILL_PARAMS)
-    before = received(cluster.decode)
-    found, _ = through_both(cluster, prompt, name="retried")
-    assert found == tokens(ask(cluster.plain, prompt))
-    moved = received(cluster.decode) - before
-    assert moved.failed == 0 and moved.tokens >= 129
-    nothing_is_held(cluster)

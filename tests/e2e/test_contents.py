@@ -140,25 +140,6 @@ def test_an_adapter_loaded_again_in_place(servers: Servers) -> None:
     assert moved(servers, before) > 100
 
 
-def test_files_that_change_without_being_loaded(servers: Servers) -> None:
-    """vLLM still serves what it has loaded."""
-    text = f"changed files:{TEXT}"
-    load(servers.decode, "still", servers.folder / "two")
-    kept = servers.folder / "kept"
-    write_adapter(kept, 1)
-    load(servers.prefill, "still", kept)
-    before = received(servers.decode)
-    _, params = ask(servers.prefill, "still", text, PREFILL_PARAMS, 1)
-    got, _ = ask(servers.decode, "still", text, params)
-    assert moved(servers, before) == 0 and got == ask(servers.plain, "two", text)[0]
-    write_adapter(kept, 2)
-    before = received(servers.decode)
-    for prompt in (f"{text} once more", f"{text} and again"):
-        _, params = ask(servers.prefill, "still", prompt, PREFILL_PARAMS, 1)
-        got, _ = ask(servers.decode, "still", prompt, params)
-        assert got == ask(servers.plain, "two", prompt)[0]
-
-
 def test_an_image_of_one_checkpoint_at_two_paths_is_loaded(servers: Servers) -> None:
     image, other = picture(1), picture(2)
     expected, _ = look(servers.plain, image, TEXT, TOKENS)

@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
-from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
@@ -26,7 +24,6 @@ from kvxfer_vllm.demo.servers import (
 )
 from tests.e2e.conftest import PATIENT
 from tests.e2e.forked import Forked
-from tests.e2e.models import EXACT_POSITIONS, write_recurrent, write_window
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(560)]
 
@@ -43,7 +40,6 @@ NIXL = {
     },
 }
 ANSWER = 50
-TRACE = "trace.jsonl"
 
 
 def ids(n: int, seed: int) -> list[int]:
@@ -71,8 +67,7 @@ def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFact
     """Both ways between prefill and decode, under NixlConnector's name and settings at one of them; and vLLM's default policy."""
     logs = tmp_path_factory.mktemp("conversations")
     with ended_together() as begun:
-        traced = connector("kv_both", {**SETTINGS, "trace": str(logs / TRACE)})
-        for name, transfer in (("prefill", traced), ("decode", NIXL)):
+        for name, transfer in (("prefill", connector("kv_both", SETTINGS)), ("decode", NIXL)):
             begun.append(Forked(name, model, logs, transfer, FLAGS))
         await_ready(begun, 300)
         yield Cluster(cluster.plain, *begun)
@@ -98,32 +93,6 @@ def test_prefill_computes_what_is_new(servers: Cluster, schema: str) -> None:
         list(pool.map(lambda seed: converse(servers, schema, base + seed), range(4)))
 
 
-@pytest.mark.slow
-def test_an_idle_source_answers_as_fast_as_a_busy_one(servers: Cluster, record_property: Any) -> None:
-    """VLLM makes no steps without requests. Times are from the question to the answer, as the trace tells them."""
-    trace = servers.prefill.log.parent / TRACE
-
-    def answered(seed: int) -> float:
-        talk, text = Conversation(servers.prefill, servers.decode, "nixl"), ids(120, seed)
-        text = text + talk.turn(text, ANSWER).decode.tokens + ids(20, seed + 1)
-        before = len(trace.read_text().splitlines())
-        talk.turn(text, 1)
-        found = [json.loads(line) for line in trace.read_text().splitlines()[before:]]
-        (load,) = [line for line in found if line["kind"] == "nixl"]
-        return float(load["us"]["found"]) / 1e3
-
-    idle = [answered(200 + 2 * n) for n in range(5)]
-    with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(complete, servers.decode, ids(50, 300 + n), 900) for n in range(4)]
-        busy = [answered(220 + 2 * n) for n in range(5)]
-        for other in others:
-            other.result()
-    record_property("idle_ms", idle)
-    record_property("busy_ms", busy)
-    print(f"answers of an idle source {sorted(idle)} ms, of a busy one {sorted(busy)} ms")
-    assert median(idle) < 2 * median(busy) + 50
-
-
 EDITS = {
     "thinking dropped": lambda text, said: text + said[ANSWER // 2 :],
     "a word changed": lambda text, said: [*text[:60], 34, 34, *text[62:], *said],
@@ -144,17 +113,6 @@ def test_a_history_that_the_client_has_edited(servers: Cluster, edit: str) -> No
     assert turn.prefill.computed >= min(len(edited), len(edited) - common(edited, text + said))
 
 
-def test_conversations_that_the_router_mixes_up(servers: Cluster) -> None:
-    talks = [Conversation(servers.prefill, servers.decode, "nixl") for _ in range(3)]
-    texts = [ids(90, 50 + i) for i in range(3)]
-    for number in range(3):
-        for i, talk in enumerate(talks):
-            turn = talk.turn(texts[i], ANSWER)
-            assert turn.decode.tokens == complete(servers.plain, texts[i], ANSWER).tokens
-            texts[i] = texts[i] + turn.decode.tokens + ids(10, number)
-        talks[0].told, talks[1].told, talks[2].told = talks[1].told, talks[2].told, talks[0].told
-
-
 def test_sources_that_are_not_there(servers: Cluster) -> None:
     """A port where nobody listens, an HTTP server, and hints that cannot be read."""
     http = servers.plain.url.removeprefix("http://")
@@ -171,33 +129,6 @@ def test_sources_that_are_not_there(servers: Cluster) -> None:
         assert found.computed == 120
         assert found.tokens == complete(servers.plain, text, 1).tokens
     assert "kv_hint names no engine to ask" in servers.prefill.log.read_text()
-
-
-@pytest.mark.slow
-def test_sources_of_two_ranks_and_with_longer_blocks(servers: Cluster, model: Path, tmp_path: Path) -> None:
-    """On processors only blocks of one size fit each other: what the other engine holds cannot be loaded, and is computed."""
-    with ended_together() as begun:
-
-        def start(name: str, *flags: str) -> Server:
-            begun.append(server := Forked(name, model, tmp_path, connector("kv_both", SETTINGS), [*FLAGS, *flags]))
-            return server
-
-        d, other = start("tp-2", "--tensor-parallel-size", "2"), start("blocks", "--block-size", str(2 * BLOCK))
-        await_ready(begun, 300)
-        talk, text, had = Conversation(servers.prefill, d, "remote_kv_source"), ids(150, 90), 0
-        for number in range(3):
-            turn = talk.turn(text, 70)
-            assert turn.decode.tokens == complete(servers.plain, text, 70).tokens
-            if number:
-                assert turn.prefill.computed <= len(text) - had + BLOCK
-            had = len(text) + 70
-            text = text + turn.decode.tokens + ids(21, number)
-        text = ids(200, 95)
-        held = complete(other, text, 50, {"kvxfer_sources": []})
-        assert held.kv_transfer_params is not None and held.tokens == complete(servers.plain, text, 50).tokens
-        longer = text + held.tokens + ids(21, 96)
-        found = complete(servers.prefill, longer, 4, SCHEMAS["kvxfer_sources"](held.kv_transfer_params))
-        assert found.tokens == complete(servers.plain, longer, 4).tokens
 
 
 def test_a_source_that_has_lost_it_and_one_that_leaves(servers: Cluster, model: Path, tmp_path: Path) -> None:
@@ -245,60 +176,3 @@ def test_a_source_that_has_lost_it_and_one_that_leaves(servers: Cluster, model: 
         turn = talk.turn(history, ANSWER)
         assert turn.decode.tokens == complete(servers.plain, history, ANSWER).tokens
         assert turn.prefill.computed == ANSWER + 20
-
-
-@pytest.mark.slow
-def test_a_source_that_ends(servers: Cluster, model: Path, tmp_path: Path) -> None:
-    """It is killed amid the load; with vLLM's default policy, by which failed loads fail their requests."""
-    with ended_together() as begun:
-
-        def start(name: str) -> Server:
-            server = Forked(name, model, tmp_path, connector("kv_both", {**SETTINGS, "peer_timeout": 3.0}), FLAGS)
-            begun.append(server)
-            await_ready([server], 300)
-            return server
-
-        d = start("killed")
-        texts = {n: ids(400, 70 + n) for n in range(6)}
-        told: dict[int, Any] = {}
-        for n, text in texts.items():
-            talk = Conversation(servers.prefill, d, "nixl")
-            texts[n] = text + talk.turn(text, ANSWER).decode.tokens
-            told[n] = talk.told
-        with ThreadPoolExecutor(6) as pool:
-            answers = [
-                pool.submit(complete, servers.prefill, text + ids(9, n), 1, SCHEMAS["nixl"](told[n]))
-                for n, text in texts.items()
-            ]
-            d.kill()
-            for n, answer in enumerate(answers):
-                assert answer.result().tokens == complete(servers.plain, texts[n] + ids(9, n), 1).tokens
-        found = complete(servers.prefill, texts[0] + ids(40, 5), 1, SCHEMAS["nixl"](told[0]))
-        assert found.tokens == complete(servers.plain, texts[0] + ids(40, 5), 1).tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("write", "block"), [(write_window, BLOCK), (write_recurrent, None)], ids=["window", "recurrent"]
-)
-def test_other_models(tmp_path: Path, write: Any, block: int | None) -> None:
-    """A window beside full attention; and short convolutions, whose states vLLM caches at few places (`align`)."""
-    write(tmp_path / "model")
-    flags = [*FLAGS, *EXACT_POSITIONS, "--enable-prefix-caching"]
-    with ended_together() as begun:
-        for name, transfer in (
-            ("plain", None),
-            ("p", connector("kv_both", SETTINGS)),
-            ("d", connector("kv_both", SETTINGS)),
-        ):
-            begun.append(Forked(name, tmp_path / "model", tmp_path, transfer, flags))
-        await_ready(begun, 300)
-        cluster = Cluster(*begun)
-        talk, text, had = Conversation(cluster.prefill, cluster.decode, "nixl"), ids(300, 1), 0
-        for number in range(3):
-            turn = talk.turn(text, 100)
-            assert turn.decode.tokens == complete(cluster.plain, text, 100).tokens
-            if number and block is not None:
-                assert turn.prefill.computed <= len(text) - had + block
-            had = len(text) + 100
-            text = text + turn.decode.tokens + ids(21, number)

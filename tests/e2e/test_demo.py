@@ -1,12 +1,6 @@
 """`kvxfer demo` as a user runs it: as it should be, and when something is wrong."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +15,6 @@ from tests.conftest import require
 from tests.e2e.forked import Forked, Fresh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
-
-KVXFER = str(Path(sys.executable).parent / "kvxfer")
 
 
 AFRESH = dict.fromkeys(("plain", "prefill", "decode"), Server)
@@ -64,26 +56,6 @@ def test_a_server_that_cannot_start_fails_at_once_in_its_own_words(tmp_path: Pat
     assert "no-model" in str(caught.value)
 
 
-class Busy(Server):
-    """One that needs 1.5 seconds, and writes to its log meanwhile or not."""
-
-    def __init__(self, tmp_path: Path, writes: bool) -> None:
-        self.name, self.log, self.url, self._writes = "busy", tmp_path / "busy.log", "", writes
-        self._until = time.monotonic() + 1.5  # the log is there once it has something to say
-
-    def ready(self) -> bool:
-        if self._writes:
-            with self.log.open("a") as log:
-                log.write("goes on\n")
-        return time.monotonic() > self._until
-
-
-def test_a_server_is_waited_for_while_its_log_grows(tmp_path: Path) -> None:
-    await_ready([Busy(tmp_path, True)], 0.5)
-    with pytest.raises(ServerError, match="wrote nothing for"):
-        await_ready([Busy(tmp_path, False)], 0.5)
-
-
 @pytest.mark.parametrize(
     ("option", "value", "word"),
     [
@@ -99,46 +71,3 @@ def test_what_makes_no_sense_is_refused_at_once(option: str, value: str, word: s
     result = CliRunner().invoke(build(), ["demo", "--json", option, value])
     assert (result.exit_code, result.stdout) == (1, "") and isinstance(result.exception, SystemExit)
     assert word in result.stderr and "Starting" not in result.stderr and "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "processes"),
-    [
-        pytest.param(signal.SIGTERM, 4, id="the demo and three servers"),
-        pytest.param(signal.SIGINT, 10, id="and their engines"),
-    ],
-)
-def test_interrupting_the_demo_ends_all_servers(number: signal.Signals, processes: int) -> None:
-    require("vllm")
-    mark = f"KVXFER_TEST={uuid.uuid4()}"
-    environment = {**os.environ, **dict([mark.split("=")])}
-    running = subprocess.Popen(
-        [KVXFER, "demo"], stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=unignore
-    )
-    deadline = time.monotonic() + 150
-    while len(marked(mark)) < processes and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(marked(mark)) >= processes
-    running.send_signal(number)
-    _, said = running.communicate(timeout=120)
-    assert running.returncode == 130
-    assert "interrupted" in said and "Traceback" not in said
-    assert marked(mark) == []
-
-
-def unignore() -> None:
-    """A shell without job control starts background jobs, this test's run perhaps, with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def marked(mark: str) -> list[str]:
-    """Processes whose environment holds `mark`."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (process / "environ").read_bytes().split(b"\0"):
-                found.append(process.name)
-        except OSError:
-            continue  # it has ended, or is another user's
-    return found

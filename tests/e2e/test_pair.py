@@ -31,13 +31,6 @@ def test_every_layer_writes_where_kvxfer_reads(cluster: Cluster) -> None:
         assert f" {LAYERS} of {LAYERS} layers write" in line and "not checked" not in line
 
 
-def test_a_prompt_that_decode_never_saw_comes_whole_from_prefill(cluster: Cluster) -> None:
-    prompt = "".join(chr(97 + n * n % 26) for n in range(3 * BLOCK + 5))
-    outcome = compare(cluster, "new", prompt)
-    assert outcome.prompt_tokens == len(prompt)
-    assert outcome.received.tokens >= len(prompt) - 1  # the last one is computed, for its logits
-
-
 def test_a_prompt_that_decode_saw_is_not_moved_again(cluster: Cluster) -> None:
     prompt = "seen before: " + "".join(chr(65 + n * n % 26) for n in range(4 * BLOCK))
     first = compare(cluster, "first", prompt)

@@ -12,6 +12,7 @@ import pytest
 from kvxfer_vllm.demo.metrics import received, total
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import BLOCK, CHUNK, MODEL_NAME, Cluster, Server
+from tests.e2e.test_pair import nothing_is_held
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -27,16 +28,6 @@ def ask(server: Server, request: str, prompt: str, n: int, params: dict[str, Any
         "kv_transfer_params": params,
     }
     return list(server.post("/v1/completions", body, 60, {"X-Request-Id": request})["choices"][0]["token_ids"])
-
-
-def freed(server: Server) -> bool:
-    """Whether prefill has its blocks back long before a lease; it says so with a step."""
-    end = time.monotonic() + 40
-    while total(server, "kvxfer_offers_in_hand"):
-        if time.monotonic() > end:
-            return False
-        complete(server, "a step", 1)
-    return True
 
 
 @pytest.mark.parametrize("d_first", [True, False])
@@ -63,7 +54,7 @@ def test_both_at_once_under_one_request_id(cluster: Cluster, d_first: bool) -> N
         assert answers[0 if d_first else 1] == expected
         moved = received(cluster.decode) - before
         assert (moved.tokens, moved.failed) == (len(prompt) - 1, 0)
-    assert freed(cluster.prefill)
+    nothing_is_held(cluster)
 
 
 @pytest.mark.parametrize("to", ["prefill", "decode"])
@@ -73,5 +64,5 @@ def test_a_router_gives_a_transfer_up(cluster: Cluster, to: str) -> None:
     assert total(cluster.prefill, "kvxfer_offers_in_hand") == 1
     before = received(cluster.decode)
     complete(getattr(cluster, to), [65], 1, params)
-    assert freed(cluster.prefill)
+    nothing_is_held(cluster)
     assert (received(cluster.decode) - before).kv_bytes == 0

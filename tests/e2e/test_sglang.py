@@ -58,10 +58,6 @@ def cached(servers: tuple[Server, SglangPair, SglangPair]) -> SglangPair:
     return servers[2]
 
 
-def test_the_log_says_what_is_not_sglangs_own(pair: SglangPair) -> None:
-    assert "Stubs, which raise if they are called" in pair.prefill.log.read_text().splitlines()[0]
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 def test_one_by_one(stage: Stage, plain: Server, pair: SglangPair, length: int) -> None:
     ids = prompt(length, length)

@@ -116,23 +116,6 @@ def test_a_prefix_that_is_cached(
 
 
 @WAYS
-def test_groups_that_hit_the_prefix_cache_by_different_lengths(
-    servers: dict[str, Server], request: pytest.FixtureRequest, of: str, to: str
-) -> None:
-    """Of a prompt that left the cached one half way attention has 192 tokens, the state none: only ends of steps are cached."""
-    known = f"other {of} {to} {LETTERS[:300]}"
-    complete(servers[to], known, 1)
-    prompt = known[:200] + " " + ", ".join(f"{n}" for n in range(40))
-    expected = complete(servers["plain"], prompt, 24)
-    before = received(servers[to])
-    assert prefill_then_decode(servers[of], servers[to], prompt, 24).tokens == expected.tokens
-    got = received(servers[to]) - before
-    assert not got.failed
-    block = MODELS[request.node.callspec.params["servers"]].caches
-    assert got.tokens == expected.prompt_tokens - 1 - (200 // block * block if block else 0)
-
-
-@WAYS
 def test_a_conversation_goes_on_from_a_state_that_was_loaded(servers: dict[str, Server], of: str, to: str) -> None:
     """The next turn finds the blocks of the first in the consumer's prefix cache, those that were loaded and its own."""
     first = f"turns {of} {to} {LETTERS[:250]}"
