@@ -133,24 +133,10 @@ def test_what_is_not_supported_is_refused_by_name(
         assert words in engine.refusal(**{**nothing, **change})[0]
 
 
-@pytest.mark.parametrize("kinds", [["mamba"], ["dsa"], ["mamba", "dsa"]])
-def test_states_whose_layers_are_known_may_have_stages(pair: tuple[PlayedRanks, PlayedRanks], kinds: list[str]) -> None:
-    for engine in pair:
-        stages = {"parallel": {"pp_size": 2}}
-        assert engine.refusal(args={"state_types": kinds}, settings=stages, environ={}) == [""]
-
-
 def test_pages_must_not_be_reused_while_they_are_written_to(pair: tuple[PlayedRanks, PlayedRanks]) -> None:
     change = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "0"}
     prefill, decode = (engine.refusal(args={}, settings={}, environ=change)[0] for engine in pair)
     assert not prefill and "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0" in decode
-
-
-def test_all_that_is_in_the_way_is_named_at_once(pair: tuple[PlayedRanks, PlayedRanks]) -> None:
-    change = {"args": {"state_types": ["c128_state"]}, "settings": {"parallel": {"attn_cp_size": 2}}, "environ": {}}
-    for engine in pair:
-        told = engine.refusal(**change)[0]
-        assert "c128_state" in told and "--attn-cp-size 2" in told
 
 
 @pytest.mark.slow

@@ -35,11 +35,6 @@ def test_kv_is_received_in_host_memory(start: Callable[..., Any], room: int, pre
         assert all(decode.matches_in_host_memory(seed=2, ids=[7, 1, 5]))
 
 
-def test_latents_are_received_in_host_memory(start: Callable[..., Any], room: int) -> None:
-    with start(host=True, latent=True) as (prefill, decode):
-        received(prefill, decode, room, 2, [7, 1, 5], [[3], [9, 4]])
-
-
 def test_host_memory_is_quiet_once_its_request_is_aborted(start: Callable[..., Any], room: int) -> None:
     with start(host=True) as (prefill, decode):
         prefill.request(room=room), decode.request(room=room)

@@ -158,18 +158,6 @@ def test_requests_that_share_a_room_are_not_mixed_up(
     assert served(servers, {room + 2: prompts[room + 1]})[room + 2]["right"]
 
 
-def test_a_room_that_sglang_cannot_write_down_ends_its_request_alone(
-    servers: tuple[PlayedRanks, PlayedRanks], room: int
-) -> None:
-    """Its metadata are unsigned, but torch takes signed numbers only: SGLang's scheduler would end with an error."""
-    greatest, ids = (1 << 63) - 1, prompt(CHUNK, 6100)
-    for server in servers:
-        server.submit(tokens=ids, room=room, shared=greatest + 1)
-    turn(servers, lambda: all("running" not in server.state(room=room) for server in servers), set())
-    assert all("bootstrap_room must be" in state for server in servers for state in server.state(room=room))
-    assert served(servers, {greatest: ids})[greatest]["right"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (2, 2), (1, 2)])
 def test_schedulers_of_several_ranks_stay_together(

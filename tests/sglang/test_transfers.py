@@ -107,31 +107,6 @@ def test_a_room_that_has_no_place_in_sglang_s_metadata_fails_its_request(
         assert "bootstrap_room must be from 1" in engine.why(room=number)[0]
 
 
-def test_requests_do_not_hinder_each_other(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
-    prefill, decode = pair
-    rooms = range(room, room + 6)
-    for i, one in enumerate(rooms):
-        begun(prefill, decode, one, [2 * i + 30, 2 * i + 31], 2)
-    for i, one in enumerate(reversed(rooms)):
-        sent(prefill, one, i, [[2 * i + 1], [2 * i + 2]])
-        decode.until(one, SUCCESS)
-        prefill.until(one, SUCCESS)
-    for i, one in enumerate(reversed(rooms)):
-        j = len(rooms) - 1 - i
-        assert all(decode.matches(seed=i, ids=[2 * j + 30, 2 * j + 31]))
-        prefill.clear(room=one), decode.clear(room=one)
-
-
-def test_servers_that_disagree_on_a_request_fail_it(pair: tuple[PlayedRanks, PlayedRanks], room: int) -> None:
-    prefill, decode = pair
-    begun(prefill, decode, room, [7, 1], 3)  # three pages here, two there
-    sent(prefill, room, 1, [[3, 9, 4]])
-    decode.until(room, FAILED)
-    assert "digest_differs" in decode.why(room=room)[0]
-    prefill.abort(room=room)
-    prefill.why(room=room)
-
-
 def test_kv_of_weights_that_the_other_server_no_longer_has_is_not_taken(
     pair: tuple[PlayedRanks, PlayedRanks], room: int
 ) -> None:
@@ -147,19 +122,6 @@ def test_kv_of_weights_that_the_other_server_no_longer_has_is_not_taken(
     prefill.weights(version="2")  # nothing is computed yet
     sent(prefill, room + 1, 2, [[3], [9]])
     delivered(prefill, decode, room + 1, 2, [7, 1])
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_weights_may_be_updated_at_both_servers_before_a_request_has_its_turn(
-    pair: tuple[PlayedRanks, PlayedRanks], room: int, first: int
-) -> None:
-    prefill, decode = pair
-    begun(prefill, decode, room, [7, 1], 2)
-    decode.until(room, TRANSFERRING)
-    for engine in pair[first], pair[1 - first]:
-        engine.weights(version=f"updated {room}")
-    sent(prefill, room, 1, [[3], [9]])
-    delivered(prefill, decode, room, 1, [7, 1])
 
 
 @pytest.mark.parametrize(
@@ -339,36 +301,3 @@ def test_states_arrive(
             decode.until(one, SUCCESS)
             assert all(decode.states_match(seed=seed, ids=there))
             delivered(prefill, decode, one, seed, [7, 1, 8])
-
-
-@pytest.mark.slow
-def test_a_recurrent_state_arrives_though_decode_has_all_pages_cached(start: Callable[..., Any], room: int) -> None:
-    """As of a prompt that stands in decode's radix cache, whose state does not."""
-    with start(2, 2, pool="mamba") as (prefill, decode):
-        prefill.request(room=room), decode.request(room=room)
-        decode.want(room=room, ids=[], row=2, prefix=3 * PAGE, states=[[2]])
-        prefill.until(room, WAITING)
-        assert set(prefill.begin(room=room, pages=0, row=1)) == {3 * PAGE}
-        prefill.run_states(seed=3, ids=[[5]])
-        prefill.note(row=1, token=103, room=room)
-        prefill.send(room=room, ids=[], states=[[5]])
-        decode.until(room, SUCCESS)
-        assert all(decode.states_match(seed=3, ids=[[2]]))
-        delivered(prefill, decode, room, 3, [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "latent"), [(1, False)])
-def test_decode_may_have_as_many_stages_as_prefill(
-    start: Callable[..., Any], room: int, ranks: int, latent: bool
-) -> None:
-    with start(ranks, ranks, stages=2, decode_stages=2, latent=latent) as pair:
-        moved(*pair, room, 1, [[3, 9], [4]], [7, 1, 30])
-        begun(*pair, room + 1, [], 0, prefix=3 * PAGE)
-        sent(pair[0], room + 1, 4, [[]])
-        delivered(*pair, room + 1, 4, [])
-        begun(*pair, room + 2, [7, 1], 2)
-        pair[0].abort(room=room + 2)
-        pair[1].until(room + 2, FAILED)
-        pair[0].why(room=room + 2), pair[1].why(room=room + 2)
-        moved(*pair, room + 3, 2, [[3, 9], [4]], [7, 1, 30])

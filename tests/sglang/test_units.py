@@ -25,11 +25,6 @@ from kvxfer_sglang.support import UnsupportedSetupError, check_adapters
 PAGE, PAGES, LAYERS, UNIT = 16, 8, 3, 32
 
 
-def test_settings_are_sglangs_where_nothing_is_said() -> None:
-    config = settings("10.0.0.7", 300.0, {})
-    assert (config.listen, config.transfer_timeout, config.start) == ("10.0.0.7", 300.0, 300.0)
-
-
 def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
     told = {"backend": "tcp", "listen": "127.0.0.1", "transfer_timeout": 5}
     (tmp_path / "kvxfer.json").write_text(json.dumps(told))
@@ -100,11 +95,6 @@ def test_every_head_of_every_layer_is_read_once(producers: int, consumers: int) 
             for head in range(a.head_lo, a.head_hi)
         ]
         assert len(cells) == len(set(cells)) == 2 * LAYERS * max(1, 4 // consumers)
-
-
-def test_latents_are_one_plane() -> None:
-    cache = pool_cache(buffers(1, planes=1), None, Rank(), 1, "cpu")
-    assert [view.plane for view in cache.views] == ["latent"] and cache.views[0].unit == UNIT
 
 
 def test_a_draft_model_moves_between_equal_numbers_of_ranks() -> None:
