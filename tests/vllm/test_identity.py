@@ -176,11 +176,6 @@ def config(folder: Path | str, revision: str | None = None, load_format: str = "
     return SimpleNamespace(model_config=SimpleNamespace(**model), load_config=load)
 
 
-def test_one_model_under_two_paths(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a", drawn()), write(tmp_path / "b", drawn(), files=4)
-    assert facts_of(config(a), Config()) == facts_of(config(b), Config())
-
-
 def test_another_version_under_one_path(tmp_path: Path) -> None:
     before = facts_of(config(write(tmp_path / "a", drawn())), Config())
     after = facts_of(config(write(tmp_path / "a", drawn(1))), Config())
@@ -368,21 +363,6 @@ def test_what_was_offered_before_an_update_is_withdrawn(make: Make) -> None:
     d.run(p, until=b)
     assert d.computed[b] == 60 + 3, "D took what is of the old weights"
     assert loaded(p, d, seed=4)[0] == 1 + 3
-
-
-def test_what_was_asked_for_before_an_update_is_not_loaded_after_it(make: Make) -> None:
-    p, d = make(), make(seqs=1)
-    text = prompt(60)
-    a = p.add(text, OFFER, n=1)
-    p.run(until=a)
-    first = d.add(prompt(30, seed=5), n=40)
-    d.step()
-    b = d.add(text, p.done[a].params, n=4)  # waits behind the first
-    d.step()
-    reset(d)
-    d.run(p, until=b)
-    assert first in d.done and d.computed[b] == 60 + 3
-    p.lease_ends()
 
 
 def test_a_directory_takes_the_key_and_states_the_facts(make: Make, tmp_path: Path) -> None:

@@ -139,12 +139,6 @@ class TestLegacy:
         with pytest.raises(IdentityError):
             routed_addresses(ExternalId(base, 0, None))
 
-
-def test_a_long_id_is_cut_in_the_error_which_goes_to_the_log() -> None:
-    with pytest.raises(IdentityError) as error:
-        routed_addresses(ExternalId("___prefill_addr_" + "x" * (3 << 20), 0, None))
-    assert len(str(error.value)) < 500
-
     @given(
         st.lists(st.sampled_from(["___prefill_addr_", "___decode_addr_", "h1:5", "[::1]:7", "_", "u", "__", "%"])).map(
             "".join
@@ -160,3 +154,9 @@ def test_a_long_id_is_cut_in_the_error_which_goes_to_the_log() -> None:
             assert "_addr_" not in base
         else:
             assert base == f"___prefill_addr_{found.prefill}___decode_addr_{found.decode}_{found.uuid}"
+
+
+def test_a_long_id_is_cut_in_the_error_which_goes_to_the_log() -> None:
+    with pytest.raises(IdentityError) as error:
+        routed_addresses(ExternalId("___prefill_addr_" + "x" * (3 << 20), 0, None))
+    assert len(str(error.value)) < 500

@@ -41,23 +41,6 @@ GIVEN = {
     *("blocks", "get_block_ids", "finished_recving", "lora_int_id", "rank", "free"),
 }
 """Names of what inner parts have and every connector is given: configuration, requests, specs, tables, outputs, ranks."""
-PYTHON = {
-    "_getframe",
-    "put_nowait",
-    "Queue",
-    "queue",
-    "f_back",
-    "f_locals",
-    "f_globals",
-    "get",
-    "items",
-    "values",
-    "clear",
-    "index",
-    "add",
-    "wraps",
-    "startswith",
-}
 OTHERS = {"kv_cache_manager", "shape", "dtype", "_is_amx_tile_supported", "_is_avx512_bf16_supported"}
 """Names of torch's and of kvcached's."""
 
@@ -110,15 +93,6 @@ def test_a_release_that_changed_it_is_told_by_name(monkeypatch: pytest.MonkeyPat
     assert internals.changed() == {"lost": list(lost.needs)}
 
 
-def test_a_release_without_sources_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(what: object) -> str:
-        raise OSError("could not get source code")
-
-    monkeypatch.setattr("inspect.getsource", gone)
-    monkeypatch.setitem(internals.TOUCHES, "lost", internals.Touch(("vllm.v1.request:Request.num_eggs",), ""))
-    assert internals.changed() == {"lost": ["vllm.v1.request:Request.num_eggs"]}
-
-
 def test_what_another_library_wraps_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
@@ -163,20 +137,3 @@ def test_inner_parts_are_touched_in_one_file() -> None:
             if module.split(".")[0] == "vllm" and not module.startswith(OFFERED)
         ]
     assert not found
-
-
-def test_a_touch_names_all_that_it_needs() -> None:
-    """Or else nobody is told of a release that has changed it."""
-    ours = {name for kind in (internals.Layer, internals.EngineQueue) for name in dir(kind)} | {
-        "of",
-        "model",
-        *internals.TOUCHES,
-    }
-    missing = {
-        node.name: unnamed
-        for node in ast.parse((ROOM / "internals.py").read_text()).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and node.name in internals.TOUCHES
-        and (unnamed := used(node) - needed() - ours - GIVEN - PYTHON - OTHERS)
-    }
-    assert not missing
