@@ -129,21 +129,6 @@ def test_cpu_attention_is_as_described(
     assert "not checked" not in line
 
 
-def test_heads_in_another_order_stop_the_start(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "model.layers.0.attn"
-    tensors = {name: attention(config, name, heads=4)}
-    kernel = ops.cpu_attn_reshape_and_cache
-
-    def other(k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any) -> None:
-        kernel(k.flip(1).contiguous(), v.flip(1).contiguous(), *rest, **more)
-
-    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", other)
-    said = refusal(described(config, tensors), tensors, config)
-    assert said.startswith(f"layer {name!r} (Attention) does not write its KV cache as kvxfer would move it: ")
-    assert "expected what the engine wrote of head 0 of plane 'kv' there; found" in said
-    assert '"layout_check": false' in said
-
-
 @pytest.mark.parametrize("what", ["block stride", "head stride", "unit", "offset"])
 def test_a_wrong_number_stops_the_start(config: VllmConfig, what: str) -> None:
     names = ["model.layers.0.attn", "model.layers.1.attn"]

@@ -118,22 +118,6 @@ def test_requests_by_what_became_of_their_loads(make: Make, wire: Wire) -> None:
     assert told == ["delivered", "computed", "cancelled"]
 
 
-def test_gauges_are_sums_over_ranks_and_fall_again(registry: CollectorRegistry) -> None:
-    exported, ranks = metrics(registry), RankGauges()
-
-    def say(rank: str, n: int) -> None:
-        stats = KVXferStats()
-        stats.data["gauges"] = ranks.heard({rank: held(n)})
-        exported.observe(stats.data)
-
-    for rank, n in (("0.0", 2), ("0.1", 3), ("0.0", 0)):
-        say(rank, n)
-    assert value(registry, "kvxfer_links", role="producer", backend="cma") == 3
-    assert value(registry, "kvxfer_loads_in_hand") == 3
-    say("0.1", 0)
-    assert value(registry, "kvxfer_links", role="producer", backend="cma") == 0
-
-
 def test_the_pace_of_links_is_told_by_host_of_the_slowest_rank(registry: CollectorRegistry) -> None:
     exported, ranks, stats = metrics(registry), RankGauges(), KVXferStats()
     for rank, pace in (("0.0", 4.04e9), ("0.1", 9e8)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import msgspec
@@ -10,9 +9,7 @@ import prometheus_client
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvxfer.errors import ConfigError
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import FULL, HYBRID, PlayedEngine, ours, prompt
@@ -108,18 +105,6 @@ def test_handshakes(make: Make, monkeypatch: pytest.MonkeyPatch, ours_first: boo
     text = prompt(90)
     decode(d, text, prefill(p, text), p)
     assert [m is p.agents[0].descriptor for m in ours(p.scheduler.connector)._sched.side.directory._ranks] == [True]
-
-
-def test_a_back_end_that_is_missing_is_found_before_weights_are_loaded(make: Make) -> None:
-    """vLLM asks `MultiConnector` in the process that reads its arguments, and again before the cache is laid out; that asks each child."""
-    broken = multi(sibling(), {**OURS, "kv_connector_extra_config": {"backend": "no-such"}})
-    with pytest.raises(ConfigError, match="no-such"):
-        MultiConnector.requires_piecewise_for_cudagraph(broken.kv_connector_extra_config)
-    config = copy.copy(make(transfer=multi(OURS, sibling())).scheduler.vllm_config)
-    MultiConnector.get_required_kvcache_layout(config)
-    config.kv_transfer_config = broken
-    with pytest.raises(ConfigError, match="no-such"):
-        MultiConnector.get_required_kvcache_layout(config)
 
 
 def crossed(engine: PlayedEngine) -> list[Any]:

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.config import KVTransferConfig
 
 import kvxfer_vllm as plugin
 from kvxfer.errors import ConfigError
@@ -123,18 +122,3 @@ def test_the_port_of_a_wide_pod() -> None:
 def test_offloading_by_a_flag_is_warned_of(caplog: pytest.LogCaptureFixture, command: list[str], warned: bool) -> None:
     plugin._warn_if_replaced(command)
     assert ("kvxfer is not used" in caplog.text) == warned
-
-
-def test_offloading_by_a_flag_beside_our_path_says_why_it_does_not_start(make: Make) -> None:
-    """vLLM leaves the path where it is, and looks there for the connector that it has put in the place of ours."""
-    transfer = KVTransferConfig(
-        kv_connector="KVXferConnector", kv_connector_module_path="kvxfer_vllm", kv_role="kv_both"
-    )
-    config: Any = SimpleNamespace(
-        cache_config=CacheConfig(block_size=16, kv_offloading_size=1.0), kv_transfer_config=transfer
-    )
-    VllmConfig._post_init_kv_transfer_config(config)
-    assert transfer.kv_connector == "OffloadingConnector"
-    with pytest.raises(AttributeError) as caught:
-        KVConnectorFactory.get_connector_class(transfer)
-    assert "--kv-offloading-size" in str(caught.value.__cause__)

@@ -80,37 +80,49 @@ def test_an_answer_is_small_and_says_what_was_cached(make: Make) -> None:
 
 
 HUGE = "x" * (17 << 20)
-WHERE = {"remote_host": "h", "remote_port": 7}
+
+
+@pytest.mark.parametrize("key", ["kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address", "transfer_id"])
+def test_params_beyond_measure(make: Make, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They cost their own request its load, and the log a line; honest loads between the same two engines come."""
+    p, d = make(), make()
+    text = prompt(60)
+    params = {**prefill(p, text), key: HUGE}
+    honest = [prompt(60, seed=i) for i in range(1, 5)]
+    theirs = [prefill(p, other) for other in honest]
+    with caplog.at_level("DEBUG"):
+        names = [d.add(other, told) for other, told in zip(honest[:2], theirs, strict=False)]
+        name = d.add(text, params)
+        names += [d.add(other, told) for other, told in zip(honest[2:], theirs[2:], strict=True)]
+        for each in (*names, name):
+            d.run(p, until=each)
+    check(d, name, text)
+    for other, own in zip(honest, names, strict=True):
+        check(d, own, other)
+        assert d.computed[own] == 1 + 3
+    assert len(caplog.text) < 10_000
+    assert key == "kvxfer_digest" or "takes no part" in caplog.text or "is computed here" in caplog.text
+    p.lease_ends()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "params",
     [
-        *({key: HUGE} for key in ("kvxfer_transfer", "kvxfer_epoch", "kvxfer_digest", "kvxfer_address", "transfer_id")),
         {"remote_decoder": HUGE},
         {"remote_decoder": {"kv_request_id": HUGE}},
-        {"remote_prefiller": {"kv_request_id": HUGE, **WHERE}},
-        {"remote_prefiller": {"kv_request_id": "x", **WHERE, "remote_host": HUGE}},
+        {"remote_prefiller": {"kv_request_id": HUGE, "remote_host": "h", "remote_port": 7}},
+        {"remote_prefiller": {"kv_request_id": "x", "remote_host": HUGE, "remote_port": 7}},
         {"remote_prefiller": {HUGE: HUGE}},
     ],
-    ids=range(10),
+    ids=range(5),
 )
-def test_params_beyond_measure(make: Make, said: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """They cost their own request its load, and the log a line; honest loads between the same two engines come."""
-    p, d = make(), make()
-    texts = [prompt(60, seed=i) for i in range(3)]
-    told = [prefill(p, text) for text in texts]
-    told[1] = said if any("remote_" in key for key in said) else told[1] | said
+def test_parties_beyond_measure(make: Make, params: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    e, text = make(), prompt(60)
     with caplog.at_level("DEBUG"):
-        names = [d.add(text, each) for text, each in zip(texts, told, strict=True)]
-        d.run(p)
-    for text, name in zip(texts, names, strict=True):
-        check(d, name, text)
-    assert d.computed[names[0]] == d.computed[names[2]] == 1 + 3
-    assert len(caplog.text) < 10_000
-    words = "takes no part", "is computed here", "is not offered"
-    assert "kvxfer_digest" in said or any(word in caplog.text for word in words)
-    p.lease_ends()
+        name = e.add(text, params)
+        e.run(until=name)
+    check(e, name, text)
+    assert len(caplog.text) < 10_000 and ("is not offered" in caplog.text or "is computed here" in caplog.text)
 
 
 @pytest.mark.parametrize("params", [None, OFFER], ids=["no transfer", "offers"])
