@@ -104,3 +104,10 @@ def test_a_peer_elsewhere_without_a_key_is_not_here(sides: tuple[Side, Side]) ->
     here, there = sides
     with here.links.connected_if_here(here.end, there.end, there.links.name, "the peer", None) as found:
         assert found is None
+
+
+def test_a_process_makes_no_link_to_itself(sides: tuple[Side, Side]) -> None:
+    """As when a router sends a request back to the engine that has computed it; the error says so."""
+    here, _ = sides
+    with pytest.raises(TransportError, match="the peer is this process itself"):
+        here.links.connect(here.end, here.end, here.links.name, "the peer")
