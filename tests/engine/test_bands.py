@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvxfer import Agent, BlockTable
+from kvxfer import BlockTable
 from kvxfer.protocol import pace
 from kvxfer.testing.engine import PagedEngine, PagedMemory, until
 
@@ -77,18 +77,3 @@ def test_over_a_slow_link_layers_move_while_others_are_computed(both: Both, monk
     both.p.memory.write(MINE, 0)
     both.compute("second", wait)
     both.over("second")
-
-
-def test_over_a_fast_link_or_an_unknown_one_no_bands_are_offered(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PAYS_S", 1e9)
-    offered: list[int] = []
-    offer = Agent.offer
-
-    def note(agent: Agent, new: object, after: object = None) -> None:
-        offered.append(new.bands)  # type: ignore[attr-defined]
-        offer(agent, new, after)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Agent, "offer", note)
-    for name in ("first", "second"):
-        both.ask(name), both.compute(name), both.over(name)
-    assert set(offered) == {0}

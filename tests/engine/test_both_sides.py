@@ -108,20 +108,6 @@ def test_nothing_is_kept_where_an_abort_crosses_the_word_that_all_is_read(both: 
     assert not both.p.scheduler.waiting and len(both.p.scheduler) == 0
 
 
-def test_an_engine_that_makes_steps_while_it_is_told_to_leaves_nobody_waiting(both: Both) -> None:
-    """Its only request is over before it has begun to load: the producer hears of that at once, not when its lease ends."""
-    both.p.scheduler.offer("q", T, DIGEST, ALL)
-    both.compute(4, 0)
-    assert both.p.scheduler.finished("q", BlockTable.of([HERE]), complete=True)
-    assert both.d.scheduler.load("r", T, DIGEST, both.p.scheduler.source, ALL)
-    while both.d.scheduler.waiting:
-        both.d.step()
-    both.d.scheduler.finished("r", BlockTable.of([[]]), complete=False)
-    while both.d.scheduler.waiting:
-        both.d.step()
-    assert "q" in both.p.until("q").free
-
-
 def test_so_does_a_producer_whose_request_never_ran(both: Both) -> None:
     both.ask(0)
     both.p.scheduler.finished("q", BlockTable.of([[]]), complete=False)

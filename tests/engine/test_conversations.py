@@ -113,14 +113,6 @@ def test_what_was_computed_under_a_salt_is_found_only_by_who_states_it(pair: Pai
     pair.over()
 
 
-def test_media_are_part_of_what_is_compared(pair: Pair) -> None:
-    prompt = list(range(40))
-    pair.turn(pair.d, prompt, [1] * 8, media=[("cat", 17, 5)])
-    assert pair.turn(pair.p, prompt, [1], pair.d.scheduler.source, media=[("dog", 17, 5)]).loaded <= 16
-    assert pair.turn(pair.p, prompt, [1], pair.d.scheduler.source, media=[("cat", 17, 5)]).loaded >= 16
-    pair.over()
-
-
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1 << 30), shape=st.sampled_from(sorted(SHAPES)))
 def test_any_conversations_anywhere(seed: int, shape: str) -> None:

@@ -39,16 +39,3 @@ def test_a_request_is_computed_at_once(first: str, differ: str, caplog: pytest.L
             right.load("r", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS, begun=False)
             assert "r" in right.until("r").loaded
             right.verify()
-
-
-def test_a_request_that_needs_nothing_is_not_told_that_there_is_other_content(caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM's front end sends one of one token, under the same name, for a client that has hung up."""
-    with PagedEngine() as p, PagedEngine() as d:
-        p.step(), d.step()
-        compute(p)
-        assert d.scheduler.load("gone", JOB, b"of one token", p.scheduler.source, 0, begun=False)
-        assert d.scheduler.loadable("gone", 0) == 0
-        d.scheduler.finished("gone", BlockTable.of([[]]), complete=False)
-        d.load("d", Ticket(JOB, b"p", p.scheduler.source, TOKENS), TOKENS, begun=False)
-        assert "d" in d.until("d").loaded and "p" in p.until("p").free
-        assert not caplog.text

@@ -206,6 +206,27 @@ def test_the_end_of_a_window_stays_pinned_when_the_request_is_aborted(pair: Any)
     assert not p.pool.used()
 
 
+def test_what_may_still_be_written_is_not_reused(pair: Any) -> None:
+    wire, p, d = pair
+    request = d.take(*offered(p))
+    d.step(4)
+    loads = wire.loads
+    for load in loads:
+        wire.fail(load, "the network broke", quiet=False)
+    d.step(1)
+    assert not request.loading and d.side.waiting
+    assert d.failures[request.name].kind is FailureKind.PEER_LOST
+    written = {b for load in loads for b in load.fetch.blocks.ids()}
+    assert written and all(d.pool.refs[b] for b in written), "they may be handed out while they are written to"
+    d.step(4)
+    for load in loads:
+        wire.scribble(load)
+        wire.quiet(load)
+    for _ in range(4):
+        d.step(4)
+    assert request.over and not d.side.waiting and not d.pool.used()
+
+
 def test_a_load_that_still_writes_is_not_over_where_nothing_pins_its_blocks() -> None:
     """Whoever let workers quarantine blocks, and gave no pool to pin them in, would use them again under a late write."""
     side, a, b = SchedulerSide(Config(), "x", [Group(4)], 2, FACTS), Rank(0, 0), Rank(0, 1)

@@ -100,6 +100,21 @@ def test_a_request_whose_name_stands_for_other_content_does_not_wait() -> None:
     assert load.failure is not None and load.failure.kind is FailureKind.DIGEST_DIFFERS
 
 
+def test_it_is_asked_again_while_there_is_no_answer() -> None:
+    p = Played()
+    p.ask("r", X, b"d", A)
+    p.again()
+    p.ask("q", Y, b"e", A)
+    assert len(p.drain()) == 2
+    p.now = 1.5
+    p.again()
+    assert not p.drain()
+    p.now = 2.5
+    p.again()
+    p.again()
+    assert p.drain() == [(A, Await(1, (Named(X, b"d"), Named(Y, b"e"))))]
+
+
 def test_it_waits_for_so_long_and_no_longer() -> None:
     p = Played()
     load = p.ask("r", X, b"d", A)
