@@ -254,40 +254,6 @@ def test_doctor_fails_where_what_is_configured_will_not_work() -> None:
     assert run("doctor", "--json", "--config", '{"backend": "auto"}').exit_code == 0
 
 
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    "backend, problem",
-    [
-        ("third_party_backend:Idle", "back end idle does not work here: no such card"),
-        ("third_party_backend:Unlisted", "back end third_party_backend:Unlisted does not work here: no such driver"),
-        ("no_such_module:Class", "No module named 'no_such_module'"),
-        ("zqm", "did you mean 'zmq'?"),
-    ],
-)
-def test_doctor_looks_at_what_is_named_and_not_installed(backend: str, problem: str) -> None:
-    result = run("doctor", "--json", "--config", json.dumps({"backend": backend}))
-    [found] = json.loads(result.stdout)["problems"]
-    assert result.exit_code == 1 and problem in found
-
-
-@pytest.mark.usefixtures("installed")
-def test_what_raises_when_it_is_imported_costs_nothing_else() -> None:
-    result = run("doctor", "--json", "--config", '{"backend": "tcp"}')
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)["backends"]
-    assert "RuntimeError: built for another driver" in found["mistaken"]["reason"] and found["tcp"]["usable"]
-    told = run("mistaken")
-    assert told.exit_code == 1 and "RuntimeError: built for another driver" in told.stderr
-
-
-@pytest.mark.usefixtures("few")
-def test_doctor_tells_where_auto_has_a_back_end_that_is_not_installed() -> None:
-    named = {"kvxfer.testing.faults:Faulty": {"inner": "tcp"}, "no_such_module:Class": {}}
-    found = run("doctor", "--json", "--config", json.dumps({"backend": "auto", "backend_options": named}))
-    backends = json.loads(found.stdout)["backends"]
-    assert backends["kvxfer.testing.faults:Faulty"]["usable"] and not backends["no_such_module:Class"]["usable"]
-
-
 def test_a_command_that_is_not_installed_says_what_to_install() -> None:
     """The program of an environment without the distributions that bring more."""
     bare = """

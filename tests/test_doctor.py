@@ -26,7 +26,7 @@ from kvxfer.engine import WorkerChannel
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Await, Named
 from kvxfer.security import make_key
-from kvxfer.testing.engine import AgentEngine, ConversationEngine, PagedMemory, until
+from kvxfer.testing.engine import AgentEngine, ConversationEngine, until
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import registry
 from tests.conftest import require
@@ -69,11 +69,6 @@ def test_a_visit_tells_which_back_end_and_which_transport(node: Any, backend: st
     deliver(p, d, "after")
 
 
-def test_a_back_end_that_the_peer_has_not(node: Any) -> None:
-    failure = call(node("zmq", seed=1).source, backend="tcp")["failure"]
-    assert failure["kind"] == "incompatible" and "configure the same on both" in failure["detail"]
-
-
 def test_a_key(node: Any, tmp_path: Path) -> None:
     for file in ("key", "other"):
         make_key(tmp_path / file)
@@ -81,17 +76,6 @@ def test_a_key(node: Any, tmp_path: Path) -> None:
     assert "failure" not in call(p.source, backend="zmq", key_file=str(tmp_path / "key"))
     for settings in ({"key_file": str(tmp_path / "other")}, {}):
         assert call(p.source, backend="zmq", peer_timeout=10.0, **settings)["failure"]["kind"] == "refused"
-
-
-def test_nobody_there(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    only("tcp", monkeypatch)
-    p = node("zmq")
-    p.kill()
-    words = ["doctor", "--json", "--peer", f"{p.source.host}:{p.source.port}", "--config", '{"peer_timeout": 2}']
-    result = CliRunner().invoke(build(), words)
-    report = json.loads(result.stdout)
-    assert result.exit_code == 1 and report["peers"][0]["failure"]["kind"] == "peer_unreachable"
-    assert report["problems"][0].count(report["peers"][0]["failure"]["advice"]) == 1
 
 
 @pytest.mark.parametrize("way, code", [("from_peer", 1), ("to_peer", 0)])
@@ -107,14 +91,6 @@ def test_a_link_over_which_nothing_can_be_loaded_is_a_problem(
     assert (
         json.loads(result.stdout)["problems"] == ["127.0.0.1:9: nothing could be loaded from it: it went away"] * code
     )
-
-
-def test_an_engine_of_two_ranks() -> None:
-    with AgentEngine(Config(peer_timeout=4.0), PagedMemory(ranks=2)) as engine:
-        found = call(engine.source)
-        assert "failure" not in found and found["ranks"] == 2
-        peers = {link["peer"] for link in found["links"]}
-        assert len(peers) == 2 and all(any(a.descriptor.address in peer for peer in peers) for a in engine.agents)
 
 
 @pytest.mark.parametrize("backend", ["tcp", "zmq", "cma"])

@@ -7,7 +7,7 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -202,42 +202,40 @@ def test_a_lease_that_is_too_short(play: Play) -> None:
     assert code == 1 and "raise 'lease' on the prefill engine" in text
 
 
-def over_http(there: socket.socket) -> None:
-    there.recv(1 << 10)
-    there.sendall(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\nInvalid HTTP request received.")
-
-
 @contextmanager
-def server(answer: Callable[[socket.socket], object]) -> Iterator[int]:
-    """Answer all that connect; yield the port."""
+def web_server() -> Iterator[int]:
+    """A server that answers anything as HTTP servers do."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             with suppress(OSError):
                 while True:
                     with listener.accept()[0] as there:
-                        answer(there)
+                        there.recv(1 << 10)
+                        there.sendall(
+                            b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\nInvalid HTTP request received."
+                        )
 
         threading.Thread(target=serve, daemon=True).start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_the_port_of_something_else_that_answers(play: Play) -> None:
-    """As a router names an engine, which does not know its epoch."""
+@pytest.mark.parametrize(
+    ("incident", "found"),
+    [
+        ("an engine's HTTP port for its directory", "it answers in HTTP"),
+        ("a worker's port for its directory", "not of its engine's directory"),
+    ],
+)
+def test_the_port_of_something_else_that_answers(play: Play, incident: str, found: str) -> None:
     p, d = play.engine(), play.engine()
     ticket, worker = p.offer("q", TOKENS), int(p.worker.agent.descriptor.address.rpartition(":")[2])
-    for port, incident in (
-        (0, "an engine's HTTP port for its directory"),
-        (worker, "a worker's port for its directory"),
-    ):
-        with server(over_http) as http:
-            elsewhere = Source("127.0.0.1", port or http, 0)
-            check(play, incident, play.load(d, Ticket(ticket.transfer, ticket.digest, elsewhere)))
-            code, text = play.why(d)
-            assert code == 1 and ("it answers in HTTP" if not port else "not of its engine's directory") in text
-        d.finish("cmpl-7")
-        play.log.clear()
+    with web_server() as http:
+        elsewhere = Source("127.0.0.1", http if "HTTP" in incident else worker, 0)  # whose epoch no router knows
+        check(play, incident, play.load(d, Ticket(ticket.transfer, ticket.digest, elsewhere)))
+        code, text = play.why(d)
+    assert code == 1 and found in text
 
 
 CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -255,15 +253,8 @@ def test_engines_that_are_configured_differently(play: Play, incident: str, tmp_
     of_p = {name: str(tmp_path / "key.pem") if value == "KEY" else value for name, value in of_p.items()}
     p, d = play.engine(**of_p), play.engine(**of_d)
     check(play, incident, play.load(d, p.offer("q", TOKENS)))
-    source = p.scheduler.source
-    command = [
-        "doctor",
-        "--peer",
-        f"{source.host}:{source.port}",
-        "--config",
-        json.dumps({**TIMES, "backend": "tcp", **of_d}),
-    ]
-    ran = CliRunner().invoke(build(), command)
+    at, config = p.scheduler.source, json.dumps({**TIMES, "backend": "tcp", **of_d})
+    ran = CliRunner().invoke(build(), ["doctor", "--peer", f"{at.host}:{at.port}", "--config", config])
     assert ran.exit_code == 1 and found in " ".join(ran.output.split())
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvxfer.errors import PeerError
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
-from kvxfer.values import NULL, BlockTable, Fetch, Group, Offer
+from kvxfer.values import NULL, BlockTable, Fetch, Offer
 
 ids = st.integers(NULL, 2**31 - 1)
 tables = st.lists(st.lists(ids, max_size=5), max_size=4)
@@ -104,10 +104,3 @@ def test_a_peer_s_table_is_checked_as_it_is_decoded(row: bytes) -> None:
     packed[6] = [[row]]
     with pytest.raises(PeerError, match="block table, group 0"):
         m.decode(msgspec.msgpack.encode(packed))
-
-
-def test_what_of_a_group_is_moved() -> None:
-    assert [
-        Group(16, kind, window).moved(40) for kind, window in (("full", 0), ("window", 8), ("state", 0), ("local", 0))
-    ] == [(0, 3), (0, 3), (2, 3), (0, 0)]  # type: ignore[arg-type]
-    assert Group(16, "state").moved(0) == (0, 0)

@@ -210,26 +210,6 @@ def test_a_sample_notices_what_concerns_all_bytes(engine, verbs):
     d.wait(Released)
 
 
-def test_the_next_transfer_succeeds(engine):
-    """A failed check costs its own transfer only, and nothing stays behind."""
-    from kvxfer.testing.fake import Network
-
-    net = Network()
-    way = {"verbs": ["read"], "network": net}
-    p, d = engine(dict(way), seed=1, integrity="full"), engine(dict(way), integrity="full")
-    net.disturb("corrupt", 1)
-    assert move(p, d)[0].outcome.kind is FailureKind.CORRUPT
-    again = TransferId("own/1/checked", 1)
-    p.agents[0].offer(offered([3, 1], 8, transfer=again))
-    d.agents[0].fetch(fetch(p.source, [5, 2], 8, transfer=again, handle="again"))
-    assert d.wait(Ended, count=2)[1].outcome.delivered and right(p, d)
-    d.wait(Released, count=2)
-    p.wait(Released, count=2)
-    for side in (p, d):
-        stats = side.agents[0].stats()
-        assert (stats.fetches, stats.offers, stats.quarantined_bytes, stats.corrupt) == (0, 0, 0, 1)
-
-
 # --- any layouts, block sizes, tensor-parallel and pipeline sizes --------------------------------------------------
 
 

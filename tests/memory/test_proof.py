@@ -134,32 +134,6 @@ def test_pages_that_are_packed_or_scaled_pass() -> None:
     assert engine.of(cache_of(engine.memory, [whole])) == [None] * LAYERS
 
 
-def test_whole_pages_pass_and_those_of_a_head_each() -> None:
-    engine = rows("LBHNC")
-    k = engine.cache.views[0]
-    page = HEADS * TOKENS * 2 * UNIT
-    whole = replace(
-        k, plane="page", unit=page, heads=Heads(1, 1, 2, None), token_stride=None
-    )  # of the second of two ranks
-    assert engine.of(cache_of(engine.memory, [whole])) == [None] * LAYERS
-    assert all(engine.of(cache_of(engine.memory, [replace(whole, unit=page - 2)])))
-    engine = rows("LHBNC")
-    k = engine.cache.views[0]
-    assert k.heads is not None and k.heads.stride is not None
-    pages = [
-        replace(
-            k,
-            plane=f"page {h}",
-            unit=page // HEADS,
-            offsets=tuple(o + h * k.heads.stride for o in k.offsets),
-            heads=Heads(1, 1, 2, None),
-            token_stride=None,
-        )
-        for h in range(HEADS)
-    ]
-    assert engine.of(cache_of(engine.memory, pages)) == [None] * LAYERS
-
-
 def test_values_first_and_then_scales_are_no_rows_of_tokens() -> None:
     found = quantised(segregated=True).differences()
     assert found[0] is not None
@@ -189,14 +163,6 @@ def test_head_and_token_strides_exchanged() -> None:
     assert "token 1 of head 0 of plane 'k' there; found what the engine wrote of token 0 of head 1 of k" in found[0]
 
 
-def test_k_and_v_exchanged() -> None:
-    engine = rows("LBHNC")
-    k, v = engine.cache.views
-    found = engine.of(cache_of(engine.memory, [replace(k, plane="v"), replace(v, plane="k")]))
-    assert found[0] is not None
-    assert "plane 'v' there; found what the engine wrote of token 0 of head 0 of k in byte 0 of its 16" in found[0]
-
-
 @pytest.mark.parametrize("axes", ["LBHNC", "BLHNC"])
 def test_a_wrong_block_stride(axes: str) -> None:
     engine = rows(axes)
@@ -221,21 +187,6 @@ def test_a_layer_that_begins_elsewhere_though_the_others_are_right() -> None:
         first, second, third = engine.of(cache_of(engine.memory, views))
         assert first is None and second is None, shift
         assert third is not None, shift
-
-
-@pytest.mark.parametrize("axis", [1, None], ids=["heads", "inputs"])
-def test_a_layer_that_writes_in_another_order_though_the_others_do_not(axis: int | None) -> None:
-    engine, store = rows("LBNHC"), rows("LBNHC").store
-
-    def third(t: torch.Tensor, values: Sequence[torch.Tensor], block: torch.Tensor, token: torch.Tensor) -> None:
-        if t is engine.layers[2]:
-            values = [v.flip(axis) for v in values] if axis is not None else values[::-1]
-        store(t, values, block, token)
-
-    engine.store = third
-    found = engine.differences()
-    assert found[:2] == [None, None]
-    assert found[2] is not None
 
 
 def test_a_write_beyond_its_block() -> None:
