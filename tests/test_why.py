@@ -156,6 +156,7 @@ def test_what_no_engine_knows_and_an_engine_that_is_not_there(make: Any) -> None
     assert code == 3 and "no engine that was asked knows request 'nobody'" in text
     code, text = pair.why("nobody", decode="127.0.0.1:1")
     assert code == 3 and "peer_unreachable" in text and "check that the peer runs" in text
+    assert "no engine that was asked" not in text, "none has answered"
     assert pair.why("r", decode="")[0] == 2
     assert pair.why("r", decode="nonsense")[0] == 2
 

@@ -77,7 +77,7 @@ def why(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        _show(request, found, asker.errors)
+        _show(request, found, asker)
     if not found:
         quiet = not request and asker.answered and not asker.errors
         raise typer.Exit(0 if quiet else NOT_FOUND)
@@ -153,7 +153,7 @@ def _plain(story: Story) -> dict[str, Any]:
     return {**fields_of(story), "key": story.key.hex()}
 
 
-def _show(request: str, found: list[Found], errors: list[str]) -> None:
+def _show(request: str, found: list[Found], asker: _Asker) -> None:
     console = make_console()
 
     def say(text: str) -> None:
@@ -173,12 +173,12 @@ def _show(request: str, found: list[Found], errors: list[str]) -> None:
         if verdict.do:
             console.print(f"[bold]do:[/] {verbatim(verdict.do)}")
         console.print()
-    for error in errors:
+    for error in asker.errors:
         console.print(f"[red]problem:[/] {verbatim(error)}")
-    if not found and request:
+    if not found and request and asker.answered:
         say(
             f"no engine that was asked knows request {request!r}: the router sent it to another one, it had no params, it was more than "
             "a thousand requests ago, or the engine has restarted since"
         )
-    elif not found and not errors:
+    elif not found and not asker.errors:
         say("no request has failed")
