@@ -115,6 +115,14 @@ def test_what_has_failed_on_one_rank_is_cancelled_on_the_others(two: Two, quiet:
     assert not two.side.step().commands.cancels
 
 
+def test_it_is_not_when_the_engine_says_that_it_is_over(two: Two) -> None:
+    two.hear(ended(A, UNASKED))
+    two.side.confirm_load_ended("r")
+    two.side.finished("r", BlockTable.of([[1, 2]]), False)
+    two.hear(Report())
+    assert not two.declined and len(two.side) == 0
+
+
 @pytest.mark.parametrize("other", [UNASKED, ASKED], ids=["unasked", "asked"])
 def test_so_is_a_prefetch(other: Stages) -> None:
     board = Switchboard()
