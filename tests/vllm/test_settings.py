@@ -114,6 +114,15 @@ def test_what_dynamo_is_told_of_an_engine(ports: Any, said: bool, caplog: pytest
     assert ("Dynamo's router is told to ask this engine" in caplog.text) == said
 
 
+def test_vllms_option_without_settings_of_ours() -> None:
+    """With defaults alone, or as it is for another connector."""
+    assert ConnectorConfig.unwrapped({"kv_connector": "KVXferConnector", "kv_role": "kv_both"}) == {}
+    with pytest.raises(ConfigError, match="'kv_connector' is 'NixlConnector'; kvxfer's is 'KVXferConnector'"):
+        ConnectorConfig.unwrapped({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    with pytest.raises(ConfigError, match="must be an object, not 'tcp'"):
+        ConnectorConfig.unwrapped({"kv_connector": "KVXferConnector", "kv_connector_extra_config": "tcp"})
+
+
 def test_doctor_takes_vllms_option_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """And finds all that kvxfer touches of the vLLM that is here."""
     tcp = {"tcp": registry.available()["tcp"]}

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvxfer.arguments import describe
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.identity import Address, IdentityError, allowed, is_ip
@@ -160,17 +161,20 @@ class ConnectorConfig(Config, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Return the settings in vLLM's ``--kv-transfer-config``, also if kvxfer is one of several there (``MultiConnector``).
 
         Raises:
-            ConfigError: It names another connector.
+            ConfigError: It names another connector, or has something else in place of settings.
         """
         if "kv_connector" not in mapping:
             return mapping
         found = [mapping]
         with suppress(AttributeError, TypeError):  # whatever else it is, it lists no connectors
-            found += mapping["kv_connector_extra_config"].get("connectors", ())
+            found += mapping.get("kv_connector_extra_config", {}).get("connectors", ())
         for each in (one for one in found if isinstance(one, Mapping)):
             ours = str(each.get("kv_connector_module_path") or "").startswith("kvxfer_vllm")
             if each.get("kv_connector") == "KVXferConnector" or ours:
-                return each.get("kv_connector_extra_config") or {}
+                extra = each.get("kv_connector_extra_config") or {}
+                if not isinstance(extra, dict):
+                    raise ConfigError(f"'kv_connector_extra_config' must be an object, not {describe(extra)}")
+                return extra
         raise ConfigError(f"'kv_connector' is {mapping['kv_connector']!r:.100}; kvxfer's is 'KVXferConnector'")
 
 
