@@ -130,7 +130,9 @@ class LivenessLinks:
             OSError: No descriptor is left, or the peer accepts nobody; nothing has changed.
         """
         if name == self.name:
-            raise TransportError(f"{peer} is this process itself, to which this back end makes no link; 'tcp' and 'zmq' make one")
+            raise TransportError(
+                f"{peer} is this process itself, to which this back end makes no link; 'tcp' and 'zmq' make one"
+            )
         if control is None:
             raise Elsewhere(f"{peer} runs on another host: its control connection comes from there, without a key")
         control = control.ljust(BINDING_BYTES, b"\0")[:BINDING_BYTES]
