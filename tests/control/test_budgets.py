@@ -312,7 +312,7 @@ def test_time_runs_from_the_call(clock: SetForward, engine) -> None:
 
 def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:
     """Though thousands of messages wait for it meanwhile."""
-    p = engine({"verbs": ["read"]}, seed=1, peer_timeout=60.0, lease=300.0, transfer_timeout=300.0)
+    p = engine({"verbs": ["read"]}, seed=1, peer_timeout=300.0, lease=300.0, transfer_timeout=300.0)
     transfers = [TransferId("own/1/many", i) for i in range(12_000)]
     with acquainted(p) as s:
         for i, transfer in enumerate(transfers):
