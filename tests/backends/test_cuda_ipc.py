@@ -49,109 +49,80 @@ class TestOnHost(ConformanceSuite):
 BACKEND = "tests.backends.cuda_on_host:OnHost"
 
 
-class StubbornApi:
-    """A driver of which every call does well and nothing, save that kernels are not launched while ``refuses``."""
+class PlayedApi:
+    """A driver of which every call does well and nothing, save those in ``says``, which return that. Counts what it keeps for others."""
 
-    def __init__(self) -> None:
-        self.refuses, self.host = True, np.zeros(1 << 24, np.uint8)
+    def __init__(self, **says: Any) -> None:
+        self.says, self.calls, self.kept = says, list[str](), 0
+        self.values = {
+            "cuCtxGetStreamPriorityRange": (0, -1),
+            "cuMemHostAlloc": ((host := np.zeros(1 << 24, np.uint8)).ctypes.data,),
+        }
+        self.host = host
 
     def __getattr__(self, name: str) -> Any:
-        if name == "cuLaunchKernel":
-            return lambda *arguments: (701 if self.refuses else 0,)
-        values = {"cuCtxGetStreamPriorityRange": (0, -1), "cuMemHostAlloc": (self.host.ctypes.data,)}
-        return lambda *arguments: (0, *values.get(name, (1,)))
+        def call(*_: Any) -> Any:
+            self.calls.append(name)
+            said = self.says.get(name, (0, *self.values.get(name, (1,))))
+            error, *values = said() if callable(said) else said
+            if not error:
+                self.kept += name.startswith(("cuStreamCreate", "cuMemHostAlloc", "cuMemAlloc", "cuEventCreate"))
+                self.kept -= name.startswith(("cuStreamDestroy", "cuMemFree", "cuEventDestroy"))
+            return error, *values
+
+        return call
+
+
+def gpu(api: PlayedApi) -> Gpu:
+    return Gpu(MagicMock(api=api), Options())  # a context manager, with a kernel for everything
+
+
+def launch(nbytes: int = 4096) -> Launch:
+    return next(iter(of_runs(np.array([4096]), np.array([1 << 40]), np.array([nbytes]))))
 
 
 def test_launches_that_fail_leave_room_for_others() -> None:
-    api = StubbornApi()
-    context = MagicMock(api=api)  # a context manager, with a kernel for everything
-    gpu = Gpu(context, Options())
-    launch = next(iter(of_runs(np.array([4096]), np.array([8192]), np.array([4096]))))
+    played = gpu(api := PlayedApi(cuLaunchKernel=(701,)))
     for _ in range(2 * SLOTS):
         with pytest.raises(CudaError):
-            gpu.start(launch, None)
-    api.refuses = False
+            played.start(launch(), None)
+    del api.says["cuLaunchKernel"]
     for number in range(1, SLOTS + 1):
-        assert gpu.ready and gpu.start(launch, None) == number
-    assert not gpu.ready
+        assert played.ready and played.start(launch(), None) == number
+    assert not played.ready
 
 
 def test_a_launch_that_fails_half_way_is_over() -> None:
     """Its batch ends then, and others may have the memory: but copies that no event tells of were still under way."""
-
-    class Half(StubbornApi):
-        under_way, records = False, 0
-
-        def __getattr__(self, name: str) -> Any:
-            call = super().__getattr__(name)
-
-            def noted(*arguments: Any) -> Any:
-                if name == "cuEventRecord":
-                    self.records += 1
-                    return (0 if self.records % 2 else 700,)
-                if name in ("cuLaunchKernel", "cuStreamSynchronize"):
-                    self.under_way = name == "cuLaunchKernel"
-                return call(*arguments)
-
-            return noted
-
-    api = Half()
-    api.refuses = False
-    gpu = Gpu(MagicMock(api=api), Options())
+    records = iter([(0,), (700,)])
+    played = gpu(api := PlayedApi(cuEventRecord=lambda: next(records)))
     with pytest.raises(CudaError, match="recording"):
-        gpu.start(next(iter(of_runs(np.array([4096]), np.array([8192]), np.array([4096])))), None)
-    assert api.records == 2 and not api.under_way
+        played.start(launch(), None)
+    assert [call for call in api.calls if call in ("cuLaunchKernel", "cuStreamSynchronize")][
+        -1
+    ] == "cuStreamSynchronize"
 
 
 def test_a_launch_whose_time_cannot_be_had_is_over_all_the_same() -> None:
     """It had not been counted, so that each batch after it was waited for without end; and the GPU was taken for lost."""
-
-    class Timeless(StubbornApi):
-        def __getattr__(self, name: str) -> Any:
-            values = {"cuEventElapsedTime": (400, 0.0), "cuEventQuery": (0,)}
-            return (lambda *arguments: values[name]) if name in values else super().__getattr__(name)
-
-    api = Timeless()
-    api.refuses = False
-    gpu = Gpu(MagicMock(api=api), Options())
-    large = next(iter(of_runs(np.array([4096]), np.array([1 << 40]), np.array([1 << 24]))))
-    gpu.start(large, None)
-    assert gpu.finished() == 1
+    played = gpu(PlayedApi(cuEventElapsedTime=(400, 0.0), cuEventQuery=(0,)))
+    played.start(launch(1 << 24), None)
+    assert played.finished() == 1
     for number in range(2, SLOTS + 2):
-        assert gpu.ready and gpu.start(large, None) == number
-
-
-class ShortApi(StubbornApi):
-    """A driver that has no memory left on the GPU, or no event, and counts what it has given and not got back."""
-
-    def __init__(self, lacks: str) -> None:
-        super().__init__()
-        self.lacks, self.kept = lacks, 0
-
-    def __getattr__(self, name: str) -> Any:
-        call = super().__getattr__(name)
-
-        def counted(*arguments: Any) -> Any:
-            if name == self.lacks:
-                return (2,)
-            self.kept += name.startswith(("cuStreamCreate", "cuMemHostAlloc", "cuMemAlloc", "cuEventCreate"))
-            self.kept -= name.startswith(("cuStreamDestroy", "cuMemFree", "cuEventDestroy"))
-            return call(*arguments)
-
-        return counted
+        assert played.ready and played.start(launch(1 << 24), None) == number
 
 
 @pytest.mark.parametrize("lacks", ["cuMemHostAlloc", "cuMemAlloc", "cuEventCreate"])
 def test_what_a_gpu_lacks_memory_for_keeps_nothing(lacks: str) -> None:
     """A back end that cannot be opened is tried again and again; each time it kept a stream, and pinned memory."""
-    api = ShortApi(lacks)
+    api = PlayedApi(**{lacks: (2,)})
     with pytest.raises(CudaError):
-        Gpu(MagicMock(api=api), Options())
+        gpu(api)
     assert api.kept == 0
-    api.lacks = ""
-    gpu = Gpu(MagicMock(api=api), Options())
+    api.says.clear()
+    made = gpu(api)
     assert api.kept > 3
-    gpu.close()
+    made.close()
     assert api.kept == 0
 
 
