@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.failures import FailureKind
-from kvxfer.geometry import Cache, Group, Planner, Rank, Region, ShardAssignment, View, route
+from kvxfer.geometry import Cache, CopyPlan, Group, Planner, Rank, Region, ShardAssignment, View, route
 from kvxfer.identity import TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol import parts
@@ -106,6 +106,30 @@ def test_of_equal_loads_the_one_that_was_wanted_first_begins_and_ends_first() ->
         if all(other.ref.transfer != move.ref.transfer for other in producer.moves):
             ended.append(move.ref.transfer)
     assert ended == transfers
+
+
+@pytest.mark.usefixtures("one_block")
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_a_load_is_planned_as_often_however_many_parts_it_has(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
+    planned = 0
+    plan = Planner.plan
+
+    def counted(planner: Planner, src: BlockTable, dst: BlockTable, start: int, tokens: int, tail: bool) -> CopyPlan:
+        nonlocal planned
+        planned += tokens - start
+        return plan(planner, src, dst, start, tokens, tail)
+
+    monkeypatch.setattr(Planner, "plan", counted)
+    producer = Producer("sendrecv")
+    table, size = BlockTable.of([[*range(BLOCKS)]]), 4 * BLOCKS // chunks
+    producer.do(producer.machine.message(LINK, m.FetchRequest(LONG, 1, DIGEST, 0, 80, table, 1, 9.0), 0.0))
+    for chunk in range(1, chunks + 1):
+        producer.do(producer.machine.offer(Offer(LONG, DIGEST, 1, chunk * size, table, chunk == chunks), 0.0))
+        producer.end_one()
+    while producer.moves:
+        producer.end_one()
+    assert [(msg.lo, msg.hi) for msg in producer.said] == [(4 * i, 4 * i + 4) for i in range(BLOCKS)]
+    assert planned == 2 * 4 * BLOCKS, "each token once to see where it is cut, and once in its part"
 
 
 @pytest.mark.usefixtures("one_block")
