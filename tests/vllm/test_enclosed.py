@@ -7,6 +7,7 @@ from typing import Any
 import prometheus_client
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -144,3 +145,11 @@ def test_a_setting_of_vllm_s_among_ours_says_where_it_belongs(make: Make, key: s
     for transfer in (KVTransferConfig(**astray), multi(astray, sibling())):
         with pytest.raises(ConfigError, match=f"{key} in kv_connector_extra_config is a setting of vLLM's: move it up"):
             make(transfer=transfer)
+
+
+def test_what_rebuilds_statistics_is_known_without_the_plug_in(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`VLLM_PLUGINS` may leave it out; a child that was asked for by its path is rebuilt by its class's name all the same."""
+    assert "KVXferConnector" in KVConnectorFactory._registry
+    found = KVConnectorFactory.get_connector_class(KVTransferConfig(**NAMED))
+    assert found.__name__ in KVConnectorFactory._registry
+    assert KVConnectorFactory.get_connector_class_by_name(found.__name__).build_kv_connector_stats() is not None

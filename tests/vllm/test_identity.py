@@ -376,3 +376,18 @@ def test_a_directory_takes_the_key_and_states_the_facts(make: Make, tmp_path: Pa
     told = card(e, Security.of(Config(key_file=str(key))))
     assert told is not None and told.facts == half.side.facts
     assert card(e, OPEN, 1.0) is None, "whoever has no key is told the addresses of all ranks"
+
+
+def test_what_was_asked_for_before_an_update_is_not_loaded_after_it(make: Make) -> None:
+    p, d = make(), make(seqs=1)
+    text = prompt(60)
+    a = p.add(text, OFFER, n=1)
+    p.run(until=a)
+    first = d.add(prompt(30, seed=5), n=40)
+    d.step()
+    b = d.add(text, p.done[a].params, n=4)  # waits behind the first
+    d.step()
+    reset(d)
+    d.run(p, until=b)
+    assert first in d.done and d.computed[b] == 60 + 3
+    p.lease_ends()

@@ -63,9 +63,10 @@ def counted() -> KVXferStats:
     ended("producer", FailureKind.UNFETCHED)
     ended("producer", FailureKind.TIMED_OUT)
     links = [LinkStatus("p (10.0.0.7:41233)", "consumer", "zmq", up, {}, None, 4e9) for up in (True, True, False)]
-    now = Gauges(Stats(2, 3, 7, 0, 5, 1), links)
+    now = Gauges(Stats(2, 3, 7, 4, 5, 1), links)
     stats.note(None, now)
     stats.data["gauges"] = RankGauges().heard({"0.0": now.values})
+    stats.request("delivered", 0.25)
     return stats
 
 
@@ -84,7 +85,10 @@ def test_all_that_ranks_count_is_exported(registry: CollectorRegistry) -> None:
     assert value(registry, "kvxfer_offers_total", outcome="corrupt") == 0
     assert value(registry, "kvxfer_loads_in_hand") == 2
     assert value(registry, "kvxfer_offers_in_hand") == 3
-    assert value(registry, "kvxfer_quarantined_bytes") == 7
+    assert value(registry, "kvxfer_quarantined_bytes") == 7 and value(registry, "kvxfer_corrupt_total") == 4
+    assert [value(registry, "kvxfer_parts_total", way=way) for way in ("direct", "staged")] == [5, 1]
+    assert value(registry, "kvxfer_requests_total", outcome="delivered") == 1
+    assert value(registry, "kvxfer_request_seconds_count") == value(registry, "kvxfer_transfer_seconds_count") == 1
     assert value(registry, "kvxfer_links", role="consumer", backend="zmq") == 2
 
 
@@ -321,3 +325,10 @@ def test_the_page_of_metrics_lists_what_is_exported(registry: CollectorRegistry)
     listed = set(re.findall(r"^\| `((?:kvxfer_|vllm:)\w+)", page, re.MULTILINE))
     ours = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
     assert listed == ours
+
+
+def test_what_has_not_changed_is_not_sent() -> None:
+    now = Gauges(Stats(1, 1, 0, 2, 3, 4), [])
+    stats = KVXferStats()
+    stats.note(now, now)
+    assert stats.is_empty()

@@ -111,3 +111,8 @@ def test_a_bad_allow_list_is_found_at_start() -> None:
     for bad, why in (("not a host", "neither"), ("prefill-1:21001", "'prefill-1' is a name")):
         with pytest.raises(ConfigError, match=f"legacy_hosts.*{why}"):
             check_hosts(["10.0.0.0/8", bad])
+
+
+def test_a_configuration_of_ours_stays_as_it_is() -> None:
+    extra = {"backend": "zmq", "port": 5000, "staging_bytes": 1 << 24}
+    assert translate(extra, TRANSFER) == (extra, ())

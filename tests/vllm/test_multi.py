@@ -120,3 +120,11 @@ def _types(registry: prometheus_client.CollectorRegistry) -> dict[Any, Any]:
         return lambda **kw: kind(registry=registry, **kw)
 
     return {kind: apart(kind) for kind in kinds}
+
+
+def test_handshake_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others find the engine before its first step."""
+    p = make()
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", p.workers[0])
+    assert p.workers[0].get_handshake_metadata() is not None
+    assert len(ours(p.scheduler.connector)._sched.side.directory._ranks) == 1

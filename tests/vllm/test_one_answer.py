@@ -238,3 +238,32 @@ def test_a_client_that_hangs_up_while_some_of_a_list_are_done(make: Make, sample
     for name in left:
         p.abort(name)
     clean(p)
+
+
+def test_a_retry_offers_again_what_was_read(make: Make) -> None:
+    p = make()
+    text = prompt(90)
+    offers, loads = both(p, "room-1")
+    for at in (7.0, 8.0):
+        p.add(text, offers, n=1, name="0_cmpl-abc-0-86a9ce7b", arrival_time=at)
+        d = make()
+        name = d.add(text, loads)
+        d.run(p)
+        check(d, name, text)
+        assert d.loaded == 89
+        clean(p, d)  # its end has been heard of
+
+
+def test_a_client_that_hangs_up_leaves_the_answer_to_another_of_its_requests_alone(make: Make) -> None:
+    p, d = make(seqs=1), make()
+    text = prompt(50)
+    params = prefill(p, text, name="cmpl-abc-0")
+    again = [p.add(one, OFFER, n=1, name=f"cmpl-abc-{i}", arrival_time=7.0) for i, one in enumerate((text, prompt(60)))]
+    p.run(until=again[0])
+    p.abort(again[1])
+    settle(p)
+    name = d.add(text, params, name="cmpl-abc-0")
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.loaded == 49
+    clean(p, d)

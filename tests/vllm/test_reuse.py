@@ -218,3 +218,19 @@ def test_quarantine_has_a_limit(make: Make, wire: Wire) -> None:
     d.run(p)
     for name, text in zip(names, texts, strict=True):
         check(d, name, text)
+
+
+@HELD
+@pytest.mark.usefixtures("references")
+def test_a_window_that_moves_on_by_one_token(make: Make, held: bool) -> None:
+    """The window's edge lies on a block's: with its prompt's last token P gives up what D needs to compute that token."""
+    groups = Group(), Group(window=24)
+    p, d = make(groups), make(groups)
+    text = prompt(16 * 4 + 23)
+    params = prefill(p, text)
+    with everything(p):
+        pass
+    b = d.add(text, params)
+    d.run(p, until=b)
+    assert (d.done[b].tokens == answer(text, 4)) == held
+    assert d.computed[b] == 1 + 3
