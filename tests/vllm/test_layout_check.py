@@ -27,6 +27,7 @@ from kvxfer_vllm.layout import Layout
 from kvxfer_vllm.layout_check import check_layout
 from tests.counting import calls
 from tests.vllm.engine import vllm_config
+from tests.vllm.writers import AVX512
 
 BLOCKS, TOKENS, HEAD = 40, 32, 32
 
@@ -98,8 +99,13 @@ def passes(cache: Cache, tensors: dict[str, torch.Tensor], config: VllmConfig, c
 
 @pytest.mark.parametrize(
     ("heads", "size", "dtype", "window"),
-    [(2, 32, "auto", 0), (1, 64, "auto", 0), (4, 80, "auto", 24), (8, 128, "auto", 0), (2, 64, "fp8", 0)],
-    ids=["grouped", "one head", "window", "large", "fp8"],
+    [
+        pytest.param(2, 32, "auto", 0, id="grouped"),
+        pytest.param(1, 64, "auto", 0, id="one head"),
+        pytest.param(4, 80, "auto", 24, id="window"),
+        pytest.param(8, 128, "auto", 0, id="large"),
+        pytest.param(2, 64, "fp8", 0, id="fp8", marks=AVX512),
+    ],
 )
 @pytest.mark.parametrize("model", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_cpu_attention_is_as_described(

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from kvxfer.errors import ConfigError
 from kvxfer.geometry import Incompatible
 from tests.vllm.sides import BLOCKS, Layer, backend, engine, fill, law, load, table
-from tests.vllm.writers import DIM, ORDERS, attention, gemma4, gpu, heads_of, hybrid, make, mimo, nas, numbers
+from tests.vllm.writers import AVX512, DIM, ORDERS, attention, gemma4, gpu, heads_of, hybrid, make, mimo, nas, numbers
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,9 @@ def write_cpu(total: int, cache_dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("n", [33, 150, 161])
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    "cache_dtype", ["auto", pytest.param("fp8_e4m3", marks=AVX512), pytest.param("fp8_e5m2", marks=AVX512)]
+)
 def test_pages_of_the_cpu_kernel(cache_dtype: str, n: int) -> None:
     stored = torch.bfloat16 if cache_dtype == "auto" else torch.uint8
     mode = KVQuantMode.NONE if cache_dtype == "auto" else KVQuantMode.FP8_PER_TENSOR
@@ -125,8 +127,11 @@ def latent(write: Any = write_latent, by: Any = CPUMLABackend, cls: Any = MLAAtt
 @pytest.mark.parametrize("n", [1 + 1, 150, 190])
 @pytest.mark.parametrize(
     "layer",
-    [latent(), latent(write_latent_kernel, AMXMLABackend), latent(by=FlashMLASparseBackend)],
-    ids=["cpu", "amx", "flashmla"],
+    [
+        pytest.param(latent(), id="cpu"),
+        pytest.param(latent(write_latent_kernel, AMXMLABackend), id="amx", marks=AVX512),
+        pytest.param(latent(by=FlashMLASparseBackend), id="flashmla"),
+    ],
 )
 def test_latents_are_rows(layer: Layer, n: int) -> None:
     layers = {"model.layers.0.attn": layer}

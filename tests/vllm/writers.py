@@ -18,6 +18,9 @@ from tests.vllm.sides import Layer
 
 ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 DIM = 16
+AVX512 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's CPU kernels for such caches need a processor with AVX-512"
+)
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
