@@ -148,16 +148,28 @@ def test_a_slow_link_says_how_far_it_got_whoever_moves_the_bytes(play: Play, way
     assert play.story(d)["decode"]["came"] > 0
 
 
-def test_nobody_answers(play: Play) -> None:
-    """As behind a firewall that drops what goes one way: connections are taken, and nothing comes back."""
+@pytest.mark.parametrize(
+    ("backlog", "why"),
+    [
+        (9, "though it took the connection"),
+        (0, "no connection was made: its host is down, or a firewall or route drops"),
+    ],
+    ids=["taken", "dropped"],
+)
+def test_nobody_answers(play: Play, backlog: int, why: str) -> None:
+    """As behind a firewall: connections are taken, and nothing comes back; or what asks for one is dropped, as by a full queue."""
     p, d = play.engine(), play.engine()
     ticket = p.offer("q", TOKENS)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+    with socket.create_server(("127.0.0.1", 0), backlog=backlog) as silent, ExitStack() as queue:
+        for _ in range(0 if backlog else 8):
+            one = queue.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(silent.getsockname())
         source = Source("127.0.0.1", silent.getsockname()[1], ticket.source.epoch)
         said = play.load(d, Ticket(ticket.transfer, ticket.digest, source))
         check(play, "a firewall that lets one direction through", said)
         code, text = play.why(d)
-    assert code == 1 and "peer_unreachable" in text and "problem:" in text
+    assert why in said and code == 1 and "peer_unreachable" in text and "problem:" in text
 
 
 def test_a_peer_that_is_gone(play: Play) -> None:
@@ -315,3 +327,17 @@ def test_a_link_of_two_megabits_says_so(tmp_path: Path) -> None:
     rate = float(re.search(r", ([\d.]+) kB/s", failure)[1])  # type: ignore[index]
     assert 50 < rate < 300
     assert code == 1 and "at that rate it takes" in story and "'transfer_timeout'" in story
+
+
+def test_a_full_disk_where_the_trace_is_written(play: Play, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    p, d = play.engine(), play.engine(trace=str(trace))
+    for n, disk in enumerate(["/dev/full", "/dev/full", str(tmp_path / "free")]):
+        trace.unlink()
+        trace.symlink_to(disk)
+        d.load(f"r{n}", p.offer(f"q{n}", TOKENS), TOKENS)
+        d.until(f"r{n}")
+    assert d.loaded == {"r0", "r1", "r2"}, "no request fails for it"
+    (line,) = [line for line in play.log if ROWS["disk full where `trace` writes"][0] in line]
+    assert f"{trace}: No space left on device" in line
+    assert [json.loads(line)["request"] for line in trace.read_text().splitlines()] == ["r2"]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +36,7 @@ from kvxfer.engine.renewals import Renewals
 from kvxfer.protocol.messages import Renew
 from kvxfer.schedule import FetchSchedule
 from kvxfer.testing.engine import FACTS, PagedEngine, PagedMemory, until
+from kvxfer.testing.fake import FakeTransport
 from tests.schedule.ends import Loading
 
 CONFIG = Config(backend="kvxfer.testing.fake:FakeTransport", transfer_timeout=20.0, lease=20.0)
@@ -359,6 +361,20 @@ def test_what_is_closed_takes_nothing_up() -> None:
     for call in (offer, load, lambda side: side.identify({})):
         with pytest.raises(ClosedError, match="this scheduler side has been closed"):
             call(side)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_worker_side_says_as_it_is_closed_whether_its_memory_is_quiet(
+    quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, start = threading.Event(), FakeTransport.start
+    monkeypatch.setattr(FakeTransport, "start", lambda self, *given: (start(self, *given), begun.set()))
+    options = {"verbs": ["read"], "delay_s": 5.0, "quiet": "batch" if quiet else "never"}
+    config = {**msgspec.structs.asdict(CONFIG), "backend_options": options}
+    with PagedEngine(config, name="p") as p, PagedEngine(config, name="d") as d:
+        d.load("r", p.offer("q", 4), 4)
+        until(lambda: (p.step(), d.step()) and begun.is_set())
+        assert d.worker.close() is quiet
 
 
 def test_an_engine_goes_on_though_its_agents_are_closed_meanwhile() -> None:
