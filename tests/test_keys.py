@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from cryptography import x509
 from typer.testing import CliRunner
 
 from kvxfer import keyring
@@ -103,6 +104,19 @@ def test_files_with_keys_in_common_let_each_other_in_whatever_their_order(
                 connection, came = talk(security(ours), security(theirs))
                 assert came, (here, there, connection.lost)
                 assert came[0].key_id == key(files, here[0]) and connection.key_id == key(files, there[0])
+
+
+def test_keys_of_earlier_versions_which_have_one_subject_work_together(
+    tmp_path: Path, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(x509, "NameAttribute", lambda oid, value, real=x509.NameAttribute: real(oid, "kvxfer"))
+    for name in "xyz":
+        make_key(tmp_path / name)
+    texts = [(tmp_path / name).read_text() for name in "xyz"]
+    connection, came = talk(
+        security(joined(tmp_path / "ours", *texts)), security(joined(tmp_path / "theirs", *reversed(texts)))
+    )
+    assert came, connection.lost
 
 
 def test_an_engine_with_a_key_of_its_own_is_let_in_by_its_certificate(files: Files, tmp_path: Path, talk: Talk) -> None:
@@ -373,9 +387,11 @@ def test_the_program_replaces_a_key_in_three_steps(files: Files, tmp_path: Path)
     assert [k.id for k in read_keys(path).keys] == [key(files, "a"), new]
     run(path, "first", new[:6])
     assert [k.id for k in read_keys(path).keys] == [new, key(files, "a")]
-    run(path, "drop", key(files, "a"))
-    assert path.read_text() == files["b"].read_text()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640 and sorted(os.listdir(tmp_path)) == ["a", "b", "c", "key"]
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    run(link, "drop", key(files, "a"))
+    assert path.read_text() == files["b"].read_text() and link.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640 and sorted(os.listdir(tmp_path)) == ["a", "b", "c", "key", "link"]
 
 
 def test_the_program_says_what_it_cannot_do(files: Files, tmp_path: Path) -> None:
@@ -390,7 +406,7 @@ def test_the_program_says_what_it_cannot_do(files: Files, tmp_path: Path) -> Non
         run(files["a"], "show", "x")
     with pytest.raises(ConfigError, match="holds no key"):
         run(files["a"], "accept", joined(tmp_path / "empty"))
-    run(files["a"], "accept", joined(tmp_path / "b.pub", public(files, "b")))
+    run(files["a"], "accept", joined(tmp_path / "b.pub", run(files["b"], "public")))
     with pytest.raises(ConfigError, match="cannot be presented"):
         run(files["a"], "first", key(files, "b"))
     with pytest.raises(ConfigError, match="cannot read the key"):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from kvxfer import TransferId, clock
 from kvxfer.cli.main import build
 from kvxfer.control import lookup
+from kvxfer.control.explaining import Explainer
 from kvxfer.engine.scheduler import SchedulerSide
 from kvxfer.identity import Source
 from kvxfer.protocol.messages import Explain, encode
@@ -238,6 +240,23 @@ def repeating(source: Source, host: str) -> Iterator[None]:
         finally:
             over.set()
             thread.join()
+
+
+@pytest.mark.parametrize("peers", [1, 20])
+def test_questions_repeated_without_end_take_a_share_of_the_thread(peers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, spent, explainer = [0.0], [0.0], Explainer()
+    monkeypatch.setattr(clock, "now", lambda: now[0])
+
+    def explain(asked: Explain) -> Any:
+        now[0] += 0.05
+        spent[0] += 0.05
+
+    connections: list[Any] = [Mock(peer=PeerIdentity(f"127.0.0.{n}")) for n in range(peers)]
+    while now[0] < 100.0:
+        for connection in connections:
+            explainer.answer(Explain("r"), connection, explain)
+        now[0] += 0.01
+    assert 3.0 < spent[0] < 10.0
 
 
 def test_a_peer_that_repeats_its_question_keeps_no_other_peer_waiting(
