@@ -4,11 +4,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from kvxfer.backend import CopyPool
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Runs
 from kvxfer.geometry.region import Region
@@ -28,6 +30,7 @@ require("nixl")
 from kvxfer_nixl import NixlTransport, flight  # noqa: E402  (only where it can be used)
 from kvxfer_nixl.agent import LibraryAgent  # noqa: E402
 from kvxfer_nixl.endpoint import Endpoint, ExportedPiece  # noqa: E402
+from kvxfer_nixl.link import Peer  # noqa: E402
 
 
 class TestCma(ConformanceSuite):
@@ -164,6 +167,39 @@ def test_an_aborted_batch_posts_no_more_pieces(tcp: World, monkeypatch: pytest.M
     assert not len(moved) or moved[-1] < 2 * MIB
     assert_equal(after[moved], source[moved], "what was moved")
     tcp.move(link, TransferMode.WRITE, a, b, Runs.of([0], [0], [3 * MIB]))
+
+
+class Posted:
+    """An agent that keeps the lengths of what is posted. Posting a byte takes ``byte_s``."""
+
+    def __init__(self, byte_s: float) -> None:
+        self.byte_s, self.name, self.sizes = byte_s, "peer", list[int]()
+
+    def prepare(self, operation: str, here: Any, there: Any, name: str) -> int:
+        self.sizes.append(int(here[1][:, 1].sum()))
+        return len(self.sizes)
+
+    def post(self, handle: int) -> bool:
+        time.sleep(self.byte_s * self.sizes[-1])
+        return True
+
+    def release(self, handle: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("byte_s", [0.0, 1e-9], ids=["queued", "copied"])
+def test_gpu_memory_is_posted_whole_unless_that_copies_it(byte_s: float) -> None:
+    """Between agents of one GPU posting may copy, at less than a gigabyte a second: a call must not take seconds."""
+    agent, rows = Posted(byte_s), np.array([[0, 64 * MIB, 0], [64 * MIB, 8 * MIB, 0]], np.uint64)
+    link: Any = SimpleNamespace(peer=Peer("peer", False, agent), broken=None, up=True)  # type: ignore[arg-type]
+    for number in range(2):
+        agent.sizes.clear()
+        one = flight.Flight(number, "write", link, (True, rows), (True, rows), None, CopyPool(1, "posts"))
+        while (end := one.advance(time.monotonic(), time.monotonic() + 1.0)) is None:
+            pass
+        assert end.error is None and sum(agent.sizes) == 72 * MIB
+        whole = number and not byte_s
+        assert (agent.sizes == [72 * MIB]) if whole else max(agent.sizes) <= flight.PIECE_BYTES
 
 
 # --- links ------------------------------------------------------------------------------------------------------------

@@ -208,3 +208,9 @@ def test_loading_leaves_no_trace(tmp_path: Any) -> None:
     done = run(LOADING, LOG_FILE=str(log))
     assert done.returncode == 0, done.stderr
     assert "still here" in log.read_text()
+
+
+def test_probe_tells_versions_and_plugins() -> None:
+    probe = NixlTransport.probe()
+    assert probe.usable and "UCX" in probe.facts["plugins"] and probe.facts["nixl"].startswith("1.")
+    assert probe.facts["ucx"][0].isdigit()

@@ -1,9 +1,11 @@
 """The zmq back end keeps the contract, over TCP and over Unix sockets, and stands up to strangers and bad peers."""
 
+import gc
+import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, ClassVar
 
 import msgspec
@@ -62,6 +64,26 @@ def test_sizes_that_differ_fail_both_halves(world: World) -> None:
         assert result.error is not None and "1000" in result.error and "999" in result.error
     assert_equal(b.content(0), before, "the receiver's memory")
     world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
+
+
+def test_ends_of_connections_leave_no_objects(world: World) -> None:
+    """pyzmq's decoder of events keeps one for each number that comes with them, such as a descriptor's."""
+    a, b, link = world.pair()
+    before = sum(type(o) is zmq.Event for o in gc.get_objects())
+    with ExitStack() as taken:
+        for _ in range(8):
+            a.disconnect(link.peers[a.name])
+            world.wait_for(lambda link=link: b.transport.lost(link.peers[b.name]) is not None, "the end of the link")
+            b.disconnect(link.peers[b.name])
+            peer = a.connect(a.endpoint(), stale := b.endpoint())
+            b.withdraw(stale)
+            world.wait_for(lambda peer=peer: a.transport.lost(peer) is not None, "the end of a link that is refused")
+            a.disconnect(peer)
+            for _ in range(5):
+                taken.callback(os.close, os.dup(0))  # so that others have other numbers
+            link = world.link(a, b)
+            world.run(0.02)
+    assert sum(type(o) is zmq.Event for o in gc.get_objects()) == before
 
 
 def test_a_skipped_stream_fails(world: World) -> None:

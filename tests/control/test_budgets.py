@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import statistics
 import subprocess
@@ -10,19 +11,21 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
 
 import pytest
 
-from kvxfer.control import accept
+from kvxfer.control import accept, peers
 from kvxfer.control.frames import HEAD, FrameBuffer
+from kvxfer.errors import PeerError
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import ShardAssignment
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.messages import Decline
 from kvxfer.protocol.shares import Turns
+from kvxfer.protocol.values import Action
 from kvxfer.testing import network
 from kvxfer.testing.clock import SetForward
 from kvxfer.testing.fake import FakeTransport
@@ -241,6 +244,45 @@ def test_of_too_many_who_say_nothing_one_goes_of_the_host_that_has_most(
         assert isinstance(s.answer(), m.Refused), "it is heard"
 
 
+def test_what_strangers_have_said_is_forgotten_with_their_connections(
+    pair: tuple[SeededEngine, SeededEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are cut off for want of memory while one of them is looked at: it had stayed until then, and was not counted."""
+    p, d = pair
+    works(p, d)
+    looked, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        looked.set()
+        assert go_on.wait(60)
+        raise PeerError("it is of no use")
+
+    monkeypatch.setattr(peers, "admit", slow)
+    before, said = resident(), bytes(200 << 10)
+    with ExitStack() as stack:
+        stack.callback(go_on.set)
+
+        def comes() -> Stranger:
+            return stack.enter_context(Stranger(p.agents[0].descriptor.address))
+
+        comes().say(hello(p))
+        assert looked.wait(60)
+        crowd: list[Stranger] = []
+
+        def in_hand() -> bool:
+            """Whether all that could not be kept have been cut off; these are forgotten here, too."""
+            crowd[:] = [s for s in crowd if not select.select([s.socket], [], [], 0)[0]]
+            return len(crowd) <= accept.GUEST_BYTES // len(said)
+
+        for _ in range(500):
+            crowd.append(comes())
+            with suppress(ConnectionError):
+                crowd[-1].send(said)
+            until(in_hand)
+        works(p, d)
+        assert resident() - before < 64 * MIB, f"{(resident() - before) / MIB:.0f} MiB more"
+
+
 def test_silence_counts_from_the_last_word_however_long_this_side_stood_still(engine) -> None:
     """What came meanwhile was read afterwards, and is not to be pardoned: a peer had been waited for so much longer."""
     p = engine({"verbs": ["read"]}, seed=1, peer_timeout=2.0)
@@ -308,6 +350,24 @@ def test_time_runs_from_the_call(clock: SetForward, engine) -> None:
         assert end.outcome.kind is kind and before <= end.stages.began <= after, end
         assert end.seconds == pytest.approx(end.stages.ended - end.stages.began)
     assert 119.9 < end.seconds < 200.0, "from when the control thread came to it, its time is over after 239.5 s"
+
+
+def test_calls_without_end_delay_no_deadline(engine) -> None:
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=2.5)
+    works(p, d)
+    loop, over = d.agents[0]._loop, threading.Event()
+
+    def again(now: float) -> list[Action]:
+        if not over.is_set():
+            loop.do(again)
+        return []
+
+    d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/never", 0), handle="never"))
+    loop.do(again)
+    try:
+        assert d.over("never", 30.0).outcome.kind is FailureKind.NEVER_OFFERED
+    finally:
+        over.set()
 
 
 def test_a_peer_that_stands_still_for_a_while_loses_nothing(engine) -> None:

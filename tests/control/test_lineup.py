@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -174,6 +175,29 @@ def test_an_engine_that_names_one_meets_one_that_names_none(make: Make, engine: 
     assert deliver(engine({"backend": FAR}, seed=9), make(), "x").delivered
     assert deliver(make(), engine({"backend": FAR}), "y").delivered
     assert not Near.linked
+
+
+@pytest.mark.parametrize("side", ["producer", "consumer"])
+def test_where_no_thread_is_to_be_had_for_another_back_end_the_load_ends_at_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """As where the limit of processes is reached for a while."""
+    p, d = make(transfer_timeout=60.0, peer_timeout=30.0), make(transfer_timeout=60.0, peer_timeout=30.0)
+    Near.lame = {"engine0", "engine1"}
+    start, others = threading.Thread.start, ["another"] * (side == "producer")
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "kvxfer-data":
+            if not others:
+                others.append("for whoever comes later")
+                raise RuntimeError("can't start new thread")
+            others.pop()
+        start(thread)
+
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", refuse)
+        assert "can't start new thread" in str(deliver(p, d, "x").failure)
+    assert deliver(p, d, "y").delivered
 
 
 class Told:
