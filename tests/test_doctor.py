@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from kvxfer.backend.ports import listening
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.main import build
+from kvxfer.cli.stand_in import StandIn
 from kvxfer.cli.visit import show_visit, visit
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
@@ -124,6 +126,39 @@ def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
     assert (
         "from the peer: " in told and "Mbit/s) for 64 MiB" in told and "to the peer: the peer could not fetch" in told
     )
+
+
+def test_a_stand_in_is_begun_by_the_command_and_ended_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(engine: StandIn, seconds: float) -> None:
+        assert listening() - before, "it is there before it is told of"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StandIn, "serve", interrupted)
+    before = listening()
+    result = CliRunner().invoke(build(), ["doctor", "--stand-in", "cpu", "--config", '{"backend": "tcp"}'])
+    assert result.exit_code == 0 and "--peer 127.0.0.1:" in result.stdout
+    assert not listening() - before
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--peer", "nowhere"], 2, "nowhere"),
+        (["--config", "["], 2, "neither a JSON object"),
+        (["--stand-in", "cpu", "--json"], 2, "leave out --peer and --json"),
+        (["--stand-in", "cpu", "--peer", "127.0.0.1:1"], 2, "leave out --peer and --json"),
+        # It would dial whatever a stranger names.
+        (["--stand-in", "cpu", "--config", '{"listen": "0.0.0.0", "advertise": "127.0.0.1"}'], 1, "key_file"),
+        (["--config", '{"backend": "kvxfer.testing.fake:FakeTransport", "port": TAKEN}'], 1, "no other process uses"),
+    ],
+)
+def test_what_cannot_be_done_is_told(words: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "available", dict)
+    monkeypatch.setattr(StandIn, "serve", lambda engine, seconds: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = [word.replace("TAKEN", str(taken.getsockname()[1])) for word in words]
+        result = CliRunner().invoke(build(), ["doctor", *words], env={"COLUMNS": "400"})
+    assert result.exit_code == code and said in " ".join(result.output.split())
 
 
 class Later(FakeTransport):
