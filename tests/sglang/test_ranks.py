@@ -175,6 +175,14 @@ def test_an_abort_of_a_request_that_prefill_has_let_go_of_is_of_no_later_one(man
     assert not manager.done
 
 
+def test_sglang_has_its_pages_back_once_they_are_released(manager: Manager) -> None:
+    rank, transfer = prefilling(manager)
+    rank.heard(Ended("producer", transfer, OFFER, Outcome(), 0, 0.0))
+    assert not manager.done
+    rank.heard(Released("producer", transfer, OFFER))
+    assert manager.done == [("state", SUCCESS)]
+
+
 def test_the_end_of_what_was_given_up_is_not_that_of_the_next(manager: Manager) -> None:
     rank, transfer = prefilling(manager)
     rank.withdraw(ROOM, "no more")
@@ -211,6 +219,14 @@ def ended(handle: str, outcome: Outcome) -> Ended:
 
 def released(handle: str) -> Released:
     return Released("consumer", TransferId.mint(6, "x"), handle)
+
+
+def test_pages_are_there_once_they_are_released(manager: Manager) -> None:
+    rank, _, handle = decoding(manager)
+    rank.heard(ended(handle, Outcome()))
+    assert not manager.done and not rank.quiet(ROOM)
+    rank.heard(released(handle))
+    assert manager.done == [("state", SUCCESS)] and rank.quiet(ROOM)
 
 
 def test_a_failure_is_told_at_once_and_pages_are_free_once_they_are_released(manager: Manager) -> None:
@@ -325,3 +341,12 @@ def test_dropping_an_attempt_leaves_the_next_alone(manager: Manager) -> None:
     manager.request_status[ROOM] = WAITING
     rank.offered(offered(again))
     assert "fetch" in manager.called()
+
+
+def test_a_cut_ticket_fails_the_request(manager: Manager) -> None:
+    manager.request_status[ROOM] = WAITING
+    rank = DecodeRank(manager)
+    rank.start(manager.rank)
+    attempt = rank.expect(ROOM, [[4, 5]], 0, 32, manager.others.append)
+    rank.offered(PagesOffered(ROOM, attempt, offered(attempt).ticket[:-4]))
+    assert manager.request_status[ROOM] == FAILED and rank.quiet(ROOM)

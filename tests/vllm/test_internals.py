@@ -41,6 +41,23 @@ GIVEN = {
     *("blocks", "get_block_ids", "finished_recving", "lora_int_id", "rank", "free"),
 }
 """Names of what inner parts have and every connector is given: configuration, requests, specs, tables, outputs, ranks."""
+PYTHON = {
+    "_getframe",
+    "put_nowait",
+    "Queue",
+    "queue",
+    "f_back",
+    "f_locals",
+    "f_globals",
+    "get",
+    "items",
+    "values",
+    "clear",
+    "index",
+    "add",
+    "wraps",
+    "startswith",
+}
 OTHERS = {"kv_cache_manager", "shape", "dtype", "_is_amx_tile_supported", "_is_avx512_bf16_supported"}
 """Names of torch's and of kvcached's."""
 
@@ -137,3 +154,20 @@ def test_inner_parts_are_touched_in_one_file() -> None:
             if module.split(".")[0] == "vllm" and not module.startswith(OFFERED)
         ]
     assert not found
+
+
+def test_a_touch_names_all_that_it_needs() -> None:
+    """Or else nobody is told of a release that has changed it."""
+    ours = {name for kind in (internals.Layer, internals.EngineQueue) for name in dir(kind)} | {
+        "of",
+        "model",
+        *internals.TOUCHES,
+    }
+    missing = {
+        node.name: unnamed
+        for node in ast.parse((ROOM / "internals.py").read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and node.name in internals.TOUCHES
+        and (unnamed := used(node) - needed() - ours - GIVEN - PYTHON - OTHERS)
+    }
+    assert not missing
