@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from kvxfer.engine import SchedulerSide
 from kvxfer.values import BlockTable
+from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, OFFER, check, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, Group, PlayedEngine, answer, ours, prompt
@@ -386,3 +387,58 @@ def test_many_conversations_at_once(make: Make, groups: Any) -> None:
         texts = [text + answer(text, 15) + prompt(8, seed=number) for text in texts]
         if number == 1:
             p.scheduler.reset_prefix_cache()
+
+
+@pytest.fixture
+def near(make: Make, wire: Wire) -> tuple[PlayedEngine, PlayedEngine]:
+    """P, which may begin loads before a request has blocks, and has loaded from D before, and D. Their pools are small."""
+    p = make(board=Switchboard(waited=wire.pump), extra={"step_budget": 1}, blocks=41)
+    d = make(blocks=120)
+    ask(d, prompt(40, seed=90), OFFER)
+    ask(p, prompt(40, seed=90), {"remote_kv_source": tier(d, {})["remote_kv_source"]}, d)
+    rest(p, d)
+    return p, d
+
+
+def again(p: PlayedEngine, d: PlayedEngine, text: list[int]) -> tuple[str, int]:
+    """Have P compute what D holds some of; the steps from D's answer until P computes it."""
+    name = p.add(text, {"remote_kv_source": tier(d, {})["remote_kv_source"]}, n=4)
+    p.step(), d.step()
+    deadline = time.monotonic() + 20.0
+    while p.scheduler.connector._sched.side.asking(name):  # type: ignore[union-attr]
+        assert time.monotonic() < deadline
+        if name in p.step().num_scheduled_tokens:
+            return name, 0
+    return name, next(n for n in range(1, 20) if name in p.step().num_scheduled_tokens or d.step() is None)
+
+
+def test_behind_a_cached_prefix_a_short_load_costs_no_further_step(near: tuple[PlayedEngine, PlayedEngine]) -> None:
+    p, d = near
+    text = prompt(100)
+    ask(p, text[:50], {})
+    ask(d, text, OFFER)
+    before = p.computed.copy()
+    name, steps = again(p, d, text)
+    assert steps == 0, "it is computed in the step in which P has heard of it"
+    p.run(d, until=name)
+    check(p, name, text, 4)
+    assert p.computed[name] - before.get(name, 0) <= 100 - 96 + 3
+    rest(p, d)
+
+
+def test_what_is_cached_here_is_not_lent_to_the_load_behind_it(near: tuple[PlayedEngine, PlayedEngine]) -> None:
+    """Of all unused blocks, those of the prompt's beginning are the next to be used again."""
+    p, d = near
+    text = prompt(120)
+    first = ask(p, text[:64], {})
+    ask(d, text, OFFER)
+    cached, unused = p.tables[first][0][:4], p.pool.free_block_queue
+    for seed in range(80):
+        if unused.get_all_free_blocks()[0].block_id in cached:
+            break
+        ask(p, prompt(17, seed), {})
+    assert unused.get_all_free_blocks()[0].block_id in cached
+    name, _ = again(p, d, text)
+    p.run(d, until=name)
+    check(p, name, text, 4)
+    rest(p, d)
