@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 
 from kvxfer.control import outbound
-from kvxfer.control.accept import AcceptPolicy
 from kvxfer.failures import FailureKind
 from kvxfer.geometry import Rank
 from kvxfer.identity import Source, TransferId
@@ -114,8 +113,9 @@ def test_a_load_that_needs_more_descriptors_than_there_are_fails_as_that(
 def test_who_connects_when_descriptors_are_short_takes_the_place_of_the_silent(
     engine: Callable[..., SeededEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AcceptPolicy, "short", True)
     p = engine({"verbs": ["read"]}, seed=1)
+    for sockets in (p.directory._sockets, p.agents[0]._loop.sockets):
+        monkeypatch.setattr(sockets.policy, "accepted", 0)
     with ExitStack() as stack:
         where = (p.source.host, p.source.port)
         silent = [stack.enter_context(socket.create_connection(where)) for _ in range(40)]

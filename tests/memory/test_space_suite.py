@@ -68,6 +68,13 @@ def test_an_installed_space_is_found_by_its_kind(installed) -> None:  # type: ig
     assert memory.fence(DEVICE).passed()
 
 
+def test_an_installed_space_comes_before_ours_but_never_for_the_host(installed) -> None:  # type: ignore[no-untyped-def]
+    installed("cuda", "kvxfer.memory.torch_space:TorchSpace")
+    installed("cpu", ISLAND, "other")
+    assert registry.space_for("cuda").__name__ == "TorchSpace"
+    assert registry.space_for("cpu") is CpuSpace
+
+
 def test_two_spaces_for_one_kind_are_refused(installed) -> None:  # type: ignore[no-untyped-def]
     installed("island", ISLAND)
     installed("island", "somebody.elses:Space", "other")
