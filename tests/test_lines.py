@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import threading
@@ -13,7 +14,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from kvxfer.cli.terminal import verbatim
+from kvxfer.cli.visit import show_visit
 from kvxfer.errors import KvxferError, PeerError, TransportError
 from kvxfer.facts import difference
 from kvxfer.failures import Failure, FailureKind
@@ -164,3 +168,26 @@ def test_a_directory_that_answers_with_anything(engine, lines: Lines) -> None:
     listener.close()
     assert not ended.outcome.delivered and str(ended.outcome).isprintable()
     assert all(line.isprintable() for line in lines.written)
+
+
+def test_what_is_shown_in_a_terminal() -> None:
+    written = io.StringIO()
+    console = Console(file=written, width=4000, force_terminal=True, color_system="truecolor", highlight=False)
+    console.print(verbatim(EVIL))
+    found = {
+        "peer": EVIL,
+        "engine": EVIL,
+        "ranks": 1,
+        "first_answer_ms": 1,
+        "round_trip_ms": 1,
+        "links": [{"round_trip": None, "transport": EVIL, "peer": EVIL, "backend": EVIL, "up": False}],
+        "memory": "cpu",
+        "peer_memory": EVIL,
+        "peer_elastic": True,
+        "candidates": [{"backend": EVIL, "against": EVIL}],
+        "measured": {"bytes": (1, 1), "from_peer": {"failure": EVIL}, "to_peer": {"failure": EVIL}},
+    }
+    show_visit(console, found)
+    lines = written.getvalue().splitlines()
+    assert all(line.isprintable() for line in lines), "neither an escape nor a colour"
+    assert sum(TOLD in line for line in lines) == 7
