@@ -1,12 +1,14 @@
 """What the ends of a link on one host tell each other."""
 
 import errno
+import multiprocessing
 import os
 import socket
 
 import pytest
 
-from kvxfer.backend.liveness import MAX_HEARD
+from kvxfer.backend.door import knock
+from kvxfer.backend.liveness import BINDING_BYTES, MAX_HEARD
 from kvxfer.errors import TransportError
 from tests.backend.conftest import Side
 
@@ -111,3 +113,16 @@ def test_a_process_makes_no_link_to_itself(sides: tuple[Side, Side]) -> None:
     here, _ = sides
     with pytest.raises(TransportError, match="the peer is this process itself"):
         here.links.connect(here.end, here.end, here.links.name, "the peer")
+
+
+def test_who_has_overheard_a_link_is_not_its_peer(sides: tuple[Side, Side]) -> None:
+    """Another process says all that the peer would."""
+    here, there = sides
+    line = here.connect(there)
+    stranger = multiprocessing.get_context("fork").Process(
+        target=lambda: knock(here.links.name, "the victim").send(here.end + there.end + bytes(BINDING_BYTES))
+    )
+    stranger.start()
+    stranger.join()
+    here.go_on()
+    assert stranger.exitcode == 0 and not line.up
