@@ -192,3 +192,14 @@ def test_replicas_say_where_they_listen_before_there_is_a_request(make: Make) ->
     assert not half.side.ready and p.busy
     p.run()
     assert {m.cache.rank.tp for m in half.side.directory._ranks} == {0, 1} and not half.waiting
+
+
+def test_ranks_give_a_lease_up_at_different_times(make: Make, wire: Wire) -> None:
+    p = make(ranks=2)
+    prefill(p, prompt(60))
+    free = p.free
+    p.agents[0].lease_ends()
+    p.steps(4)
+    assert p.free == free
+    p.agents[1].lease_ends()
+    p.run()

@@ -13,7 +13,7 @@ import pytest
 
 from kvxfer.engine import BlockPins
 from tests.control.conftest import until
-from tests.vllm.cases import OFFER, both, check, prefill
+from tests.vllm.cases import OFFER, both, check, decode, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import HYBRID, Group, PlayedEngine, answer, prompt
 from tests.vllm.wire import Load, Wire
@@ -234,3 +234,46 @@ def test_a_window_that_moves_on_by_one_token(make: Make, held: bool) -> None:
     d.run(p, until=b)
     assert (d.done[b].tokens == answer(text, 4)) == held
     assert d.computed[b] == 1 + 3
+
+
+def test_aborts_have_a_limit(make: Make, wire: Wire) -> None:
+    """Beyond it blocks are given back, and the revoked generation alone keeps D from taking what it read."""
+    p, d = make(blocks=40), make(blocks=200)
+    texts = [prompt(90, seed=i) for i in range(3)]
+    wire.paused = True
+    at_p, at_d = [], []
+    for i, text in enumerate(texts):
+        to_p, to_d = both(p, f"job{i}")
+        at_p.append(p.add(text, to_p, n=50))
+        at_d.append(d.add(text, to_d))
+    p.steps(8)
+    d.steps(2)
+    for load in wire.loads(d):
+        assert wire.begin(load)
+    for name in at_p:
+        p.abort(name)
+    assert p.free >= 39 - 10
+    p.steps(2)
+    wire.paused = False
+    d.run(p)
+    for name, text in zip(at_d, texts, strict=True):
+        check(d, name, text)
+
+
+def test_a_transfer_that_fails_is_not_begun_again_while_it_moves(make: Make, wire: Wire) -> None:
+    p, d = make(), make()
+    text = prompt(90)
+    params = prefill(p, text)
+    wire.paused = True
+    name = d.add(text, params)
+    load = begin(d, wire)
+    wire.fail(load, "the peer is silent", quiet=False)
+    d.run(until=name)
+    again = d.add(text, params)
+    d.run(until=again)
+    check(d, again, text)
+    assert wire.loads(d) == [load]
+    wire.quiet(load)
+    d.run(p)
+    wire.paused = False
+    decode(d, text, params, p)
