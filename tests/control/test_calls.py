@@ -87,6 +87,14 @@ def test_a_fetch_into_blocks_that_another_fills_is_refused_until_that_is_release
     d.fetch(fetch(directory, "a", [[3]], 4))
 
 
+def test_long_tables_are_compared_too(pair: Make) -> None:
+    _, d, directory = pair((FULL,), apart(1))
+    d.fetch(fetch(directory, "a", [list(range(40))], 160))
+    with pytest.raises(ArgumentError, match="block 39, which the fetch 'a' fills"):
+        d.fetch(fetch(directory, "b", [[*range(60, 40, -1), 39]], 84))
+    d.fetch(fetch(directory, "b", [list(range(40, 60))], 80))
+
+
 def test_blocks_before_the_start_may_be_those_of_others(pair: Make) -> None:
     """They are in the prefix cache, and nothing is written there."""
     _, d, directory = pair((FULL, WINDOW), apart(2))
@@ -94,6 +102,12 @@ def test_blocks_before_the_start_may_be_those_of_others(pair: Make) -> None:
     d.fetch(fetch(directory, "b", [[1, 2, 4], [-1, 2, 4]], 12, start=8))
     with pytest.raises(ArgumentError, match="block 4, which the fetch 'b' fills"):
         d.fetch(fetch(directory, "c", [[5], [4]], 4))
+
+
+def test_what_is_offered_may_be_so_again_and_to_others(pair: Make) -> None:
+    p, _, _ = pair((FULL, FULL), overlaid(2))
+    p.offer(offer("a", [[1, 2], [3, 4]], 8))
+    p.offer(offer("b", [[1, 5], [3, 6]], 8))
 
 
 INTERLEAVED = ([(0, 2 * UNIT), (UNIT, 2 * UNIT)], 2 * PAGE)
@@ -134,21 +148,44 @@ def given_up(agent: Agent) -> None:
     until(lambda: bool(seen.extend(agent.events()) or [e for e in seen if isinstance(e, Released)]))
 
 
+def test_what_a_fetch_fills_is_not_offered_before_that_is_released(pair: Make) -> None:
+    """A reader would have bytes that have not arrived."""
+    _, d, directory = pair((FULL,), apart(1))
+    d.fetch(fetch(directory, "a", [[1, 2, 3]], 12))
+    told = r"block 3, which the fetch 'a' fills until it is released: make the offer 'q' \(own/1/b#0\) after that"
+    with pytest.raises(ArgumentError, match=told):
+        d.offer(replace(offer("b", [[4, 3]], 8), handle="q"))
+    d.offer(offer("b", [[4, 5]], 8))  # the refused one has left nothing behind
+    d.offer(replace(offer("c", [[6, 3]], 4), final=False))  # of which only the first block is to be read so far
+    with pytest.raises(ArgumentError, match="block 3, which the fetch 'a' fills"):
+        d.offer(offer("c", [[6, 3]], 8))
+    d.cancel("a", "enough")
+    given_up(d)
+    d.offer(offer("c", [[6, 3]], 8))
+
+
 def test_no_fetch_fills_what_is_offered_before_that_is_given_up(pair: Make) -> None:
-    """A reader would have the bytes of the fetch. The window's block that is not there counts for nothing."""
+    """A reader would have the bytes of the fetch."""
     _, d, directory = pair((FULL, WINDOW), apart(2))
+    d.offer(replace(offer("a", [[1, 2], []], 4), final=False, handle="q"))
     d.offer(replace(offer("a", [[1, 2], [-1, 7]], 8), handle="q"))
     told = (
         r"block 2, which the offer 'q' \(own/1/a#0\) lists until it is revoked or released: begin the fetch 'b' after"
     )
     with pytest.raises(ArgumentError, match=told):
         d.fetch(fetch(directory, "b", [[3, 2], []], 8))
+    with pytest.raises(ArgumentError, match=r"block 1, which the offer 'q' \(own/1/a#0\) lists"):
+        d.fetch(fetch(directory, "b", [[1, 3], []], 8))
     with pytest.raises(ArgumentError, match="block 7, which the offer"):
         d.fetch(fetch(directory, "b", [[3, 4], [-1, 7]], 8))
     d.fetch(fetch(directory, "b", [[1, 2, 3], []], 12, start=8))  # which touches nothing before its start
     d.offer(offer("c", [[1, 5], [-1, 8]], 8))  # a prefix that both share
     d.revoke(TransferId("own/1/a", 0), 1, "recomputed", gone=False)
     d.fetch(fetch(directory, "d", [[2], []], 4))
+    with pytest.raises(ArgumentError, match="block 1, which the offer own/1/c#0 lists"):
+        d.fetch(fetch(directory, "e", [[1], []], 4))
+    d.revoke(TransferId("own/1/c", 0), 1, "gone", gone=True)
+    d.fetch(fetch(directory, "e", [[1], []], 4))
 
 
 def test_what_stays_for_its_readers_is_not_filled_before_it_is_released(pair: Make) -> None:

@@ -126,12 +126,46 @@ def test_right_descriptions_pass_in_any_order_of_axes(axes: str) -> None:
     assert rows(axes).differences() == [None] * LAYERS
 
 
+@pytest.mark.parametrize("blocks", [4, 5, 9])
+def test_few_blocks_take_turns(blocks: int) -> None:
+    engine = rows("LBHNC", blocks)
+    assert engine.differences() == [None] * LAYERS
+    shifted = replace(engine.cache.views[0], token_stride=4 * UNIT)
+    assert all(engine.of(cache_of(engine.memory, [shifted])))
+
+
 def test_pages_that_are_packed_or_scaled_pass() -> None:
     assert packed().differences() == [None] * LAYERS
     assert quantised(segregated=False).differences() == [None] * LAYERS
     engine = quantised(segregated=True)
     whole = replace(engine.cache.views[0], unit=36 * TOKENS, token_stride=None)
     assert engine.of(cache_of(engine.memory, [whole])) == [None] * LAYERS
+
+
+def test_whole_pages_pass_and_those_of_a_head_each() -> None:
+    engine = rows("LBHNC")
+    k = engine.cache.views[0]
+    page = HEADS * TOKENS * 2 * UNIT
+    whole = replace(
+        k, plane="page", unit=page, heads=Heads(1, 1, 2, None), token_stride=None
+    )  # of the second of two ranks
+    assert engine.of(cache_of(engine.memory, [whole])) == [None] * LAYERS
+    assert all(engine.of(cache_of(engine.memory, [replace(whole, unit=page - 2)])))
+    engine = rows("LHBNC")
+    k = engine.cache.views[0]
+    assert k.heads is not None and k.heads.stride is not None
+    pages = [
+        replace(
+            k,
+            plane=f"page {h}",
+            unit=page // HEADS,
+            offsets=tuple(o + h * k.heads.stride for o in k.offsets),
+            heads=Heads(1, 1, 2, None),
+            token_stride=None,
+        )
+        for h in range(HEADS)
+    ]
+    assert engine.of(cache_of(engine.memory, pages)) == [None] * LAYERS
 
 
 def test_values_first_and_then_scales_are_no_rows_of_tokens() -> None:
@@ -154,6 +188,15 @@ def test_heads_in_another_order() -> None:
     assert all(engine.differences())
 
 
+@pytest.mark.parametrize(("one", "other"), [(0, 2), (1, 2), (2, 3)])
+def test_any_two_heads_that_changed_places(one: int, other: int) -> None:
+    engine, store = rows("LBNHC"), rows("LBNHC").store
+    order = list(range(HEADS))
+    order[one], order[other] = other, one
+    engine.store = lambda t, values, block, token: store(t, [v[:, order] for v in values], block, token)
+    assert all(engine.differences())
+
+
 def test_head_and_token_strides_exchanged() -> None:
     engine = rows("LBHNC")
     k = engine.cache.views[0]
@@ -161,6 +204,14 @@ def test_head_and_token_strides_exchanged() -> None:
     found = engine.differences(heads=replace(k.heads, stride=k.token_stride), token_stride=k.heads.stride)
     assert found[0] is not None
     assert "token 1 of head 0 of plane 'k' there; found what the engine wrote of token 0 of head 1 of k" in found[0]
+
+
+def test_k_and_v_exchanged() -> None:
+    engine = rows("LBHNC")
+    k, v = engine.cache.views
+    found = engine.of(cache_of(engine.memory, [replace(k, plane="v"), replace(v, plane="k")]))
+    assert found[0] is not None
+    assert "plane 'v' there; found what the engine wrote of token 0 of head 0 of k in byte 0 of its 16" in found[0]
 
 
 @pytest.mark.parametrize("axes", ["LBHNC", "BLHNC"])
@@ -187,6 +238,43 @@ def test_a_layer_that_begins_elsewhere_though_the_others_are_right() -> None:
         first, second, third = engine.of(cache_of(engine.memory, views))
         assert first is None and second is None, shift
         assert third is not None, shift
+
+
+def test_a_layer_taken_for_another() -> None:
+    engine = rows("LBHNC")
+    found = engine.of(
+        cache_of(engine.memory, [replace(v, offsets=(*v.offsets[:2], v.offsets[0])) for v in engine.cache.views])
+    )
+    words = "expected what the engine wrote of token 0 of head 0 of plane 'k' there; found bytes that it did not write"
+    assert found == [None, None, words]
+
+
+@pytest.mark.parametrize("axis", [1, None], ids=["heads", "inputs"])
+def test_a_layer_that_writes_in_another_order_though_the_others_do_not(axis: int | None) -> None:
+    engine, store = rows("LBNHC"), rows("LBNHC").store
+
+    def third(t: torch.Tensor, values: Sequence[torch.Tensor], block: torch.Tensor, token: torch.Tensor) -> None:
+        if t is engine.layers[2]:
+            values = [v.flip(axis) for v in values] if axis is not None else values[::-1]
+        store(t, values, block, token)
+
+    engine.store = third
+    found = engine.differences()
+    assert found[:2] == [None, None]
+    assert found[2] is not None
+
+
+def test_bytes_behind_the_memory() -> None:
+    engine = rows("LBHNC")
+    found = engine.differences(offsets=tuple(engine.memory.numel() - 64 for _ in NAMES))
+    words = "expected plane 'k' in the 430080 bytes that the layer's cache is in; found it in [430016, "
+    assert all(text is not None and text.startswith(words) for text in found)
+
+
+def test_another_number_of_heads() -> None:
+    engine = rows("LBHNC")
+    found = engine.differences(heads=Heads(0, 2, 2, 2 * UNIT * TOKENS))
+    assert found[0] == "expected 2 heads of plane 'k'; found that 4 are written"
 
 
 def test_a_write_beyond_its_block() -> None:
