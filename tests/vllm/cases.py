@@ -29,18 +29,16 @@ def prefill(p: PlayedEngine, text: list[int], n: int = 1, **more: Any) -> dict[s
     return params
 
 
-def loading(d: PlayedEngine, text: list[int], params: dict[str, Any], **more: Any) -> tuple[str, Load]:
-    """Have D begin to load a prompt, and nothing move; its request, and the load."""
-    d.wire.paused = True
-    name = d.add(text, params, **more)
+def load_that_fails(
+    d: PlayedEngine, wire: Wire, text: list[int], params: dict[str, Any], quiet: bool = True
+) -> tuple[str, Load]:
+    """Have D begin to load a prompt, and break the link; its request, and the load."""
+    wire.paused = True
+    name = d.add(text, params, n=12)
     d.steps(2)
-    (load,) = d.wire.loads(d)
-    return name, load
-
-
-def outcomes(d: PlayedEngine) -> list[str]:
-    """What has become of the loads of D's requests."""
-    return [outcome for stats in d.stats for outcome, _ in stats["requests"]]
+    (failing,) = wire.loads(d)
+    wire.fail(failing, "the link broke", quiet=quiet)
+    return name, failing
 
 
 def let_go(wire: Wire, load: Load) -> None:

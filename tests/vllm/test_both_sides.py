@@ -137,6 +137,21 @@ def test_what_has_come_before_the_producer_gave_up_is_not_computed_again(make: M
     d.run(p)
 
 
+def test_what_nobody_reads_when_its_request_is_aborted_is_given_up_at_once(make: Make) -> None:
+    p, d = make(budget=2 * BLOCK), make(budget=256)
+    text = prompt(N)
+    to_p, to_d = both(p, "job")
+    at_p = p.add(text, to_p, n=1)
+    p.steps(2)
+    p.abort(at_p)
+    p.run()
+    assert p.free == p.blocks - 1
+    b = d.add(text, to_d)
+    d.run(p, until=b)
+    check(d, b, text)
+    assert d.computed[b] == N + 3
+
+
 @pytest.mark.parametrize("groups", [HYBRID, STATEFUL], ids=["hybrid", "stateful"])
 def test_with_windows_or_states_all_of_it_is_computed(make: Make, groups: Any) -> None:
     """They are of no use without their end."""

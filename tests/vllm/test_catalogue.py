@@ -79,6 +79,11 @@ def test_families_are_of_models_that_vllm_knows(models_table: Any) -> None:
         assert {spec for _, spec in family.groups} <= set(CATALOGUE), family.name
 
 
+def test_the_page_of_models_is_up_to_date(models_table: Any) -> None:
+    text = (ROOT / "docs/models.md").read_text()
+    assert text == models_table.drawn(text), "run python docs/models_table.py"
+
+
 @pytest.mark.parametrize("name", [e.spec for e in CATALOGUE.values() if e.kept == "refused"])
 def test_what_is_refused_is_refused_by_name(name: str) -> None:
     cls = getattr(interface, name, None) or type(name, (), {"__module__": "vllm.v1.kv_cache_interface"})

@@ -120,6 +120,10 @@ def clear(t: torch.Tensor, block: int) -> list[int]:
     return [n for n in range(TOKENS) if not t[block, :, n].isnan().any() and not t[block, :, n].any()]
 
 
+def test_vllm_asks_for_it_where_precisions_are_mixed() -> None:
+    assert kv_config().needs_kv_cache_zeroing and not kv_config(mixed=False).needs_kv_cache_zeroing
+
+
 def test_what_a_load_does_not_write_is_cleared_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """37 tokens, of which the engine has 16."""
     seen = load(monkeypatch, kv_config(), ((NULL, 4, 2), (NULL, 5, 6)), 16, 37)
@@ -130,6 +134,11 @@ def test_what_a_load_does_not_write_is_cleared_before_it_begins(monkeypatch: pyt
     for name, t in seen.items():
         mine = (4, 2) if name in FULL else (5, 6)
         assert all(t[b].isnan().all() for b in range(BLOCKS) if b not in mine), "a block of somebody else was touched"
+
+
+def test_what_the_engine_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = load(monkeypatch, kv_config(), ((3,), (1,)), 5, 12)
+    assert all(clear(seen[name], 3) == list(range(12, TOKENS)) for name in FULL)
 
 
 def test_a_window_s_beginning_that_may_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

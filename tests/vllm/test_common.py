@@ -9,7 +9,8 @@ import pytest
 from kvxfer.failures import Failure, FailureKind, Outcome
 from kvxfer.protocol.values import Ended, Released, Stages
 from kvxfer_vllm.said import CommonPart, Told, common_part
-from tests.vllm.cases import CACHES, check, offers_nothing, outcomes, prefill
+from tests.engine.direct import Switchboard
+from tests.vllm.cases import CACHES, check, offers_nothing, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, FULL, HYBRID, PlayedEngine, answer, prompt
 from tests.vllm.wire import Wire
@@ -28,6 +29,10 @@ def served(
     assert d.computed[name] == computed + 3
 
 
+def outcomes(d: PlayedEngine) -> list[str]:
+    return [outcome for stats in d.stats for outcome, _ in stats["requests"]]
+
+
 @OVERLAP
 @CACHES
 @pytest.mark.parametrize(("n", "more"), [(2, 1), (15, 2), (16, 1), (17, 16), (40, 100), (64, 2), (65, 100)])
@@ -44,6 +49,19 @@ def test_a_prompt_that_goes_on(make: Make, groups: Any, n: int, more: int) -> No
         name = d.add(turn)
         d.run(until=name)
         check(d, name, turn)
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_it_comes_within_the_step(make: Make, wire: Wire, groups: Any) -> None:
+    board = Switchboard(waited=wire.pump)
+    p, d = make(groups), make(groups, board=board, extra={"step_budget": 1}, policy="fail")
+    for seed in range(3):
+        longer = [*prompt(N, seed), 5, 6]
+        name = d.add(longer, prefill(p, prompt(N, seed)))
+        assert d.step().num_scheduled_tokens[name] == 2
+        d.run(p, until=name)
+        check(d, name, longer)
+        offers_nothing(p, d)
 
 
 @CACHES
@@ -150,6 +168,14 @@ def test_what_failed_may_be_tried_again(make: Make, wire: Wire) -> None:
     offers_nothing(p, d)
 
 
+def test_a_prefill_under_an_id_that_was_used_is_loaded(make: Make) -> None:
+    """A gateway that sends one id for a session: the offer has the name of an earlier one, and is another."""
+    p, d = make(policy="fail"), make(policy="fail", caching=False)
+    for _ in range(3):
+        served(d, p, prompt(N), prefill(p, prompt(N), name="chatcmpl-session"), 1)
+        offers_nothing(p, d)
+
+
 @pytest.mark.parametrize("first", ["right", "wrong"])
 @pytest.mark.parametrize("together", [True, False], ids=["together", "in turn"])
 def test_one_that_differs_beside_one_that_does_not(make: Make, first: str, together: bool) -> None:
@@ -166,6 +192,36 @@ def test_one_that_differs_beside_one_that_does_not(make: Make, first: str, toget
     for name, text in names:
         check(d, name, text)
     assert d.computed[names[0][0]] == (1 if first == "right" else N) + 3
+    offers_nothing(p, d)
+
+
+def test_samples_of_one_longer_prompt_share_a_load(make: Make) -> None:
+    p, d = make(policy="fail"), make(policy="fail")
+    text = prompt(64)
+    longer = [*text, 5, 6, 7]
+    params = prefill(p, text)
+    names = [d.add(longer, params, name=f"{i}_cmpl-abc-0") for i in range(4)]
+    d.run(p)
+    for name in names:
+        check(d, name, longer)
+    assert outcomes(d).count("delivered") == 1 and sum(d.computed[name] for name in names) == 4 * (3 + 3)
+    offers_nothing(p, d)
+
+
+def test_a_batch_has_the_params_of_its_first_prompt(make: Make) -> None:
+    """Their digest and their count say nothing of the others."""
+    p, d = make(policy="fail"), make(policy="fail")
+    texts = [prompt(N - 7 * i, seed=i) for i in range(4)]
+    offered = [p.add(t, {"do_remote_decode": True}, n=1, name=f"cmpl-job-{i}") for i, t in enumerate(texts)]
+    p.run(until=offered[-1])
+    p.step()
+    params = p.done[offered[0]].params
+    assert params is not None
+    names = [d.add(t, params, name=f"cmpl-other-{i}") for i, t in enumerate(texts)]
+    d.run(p)
+    for name, text in zip(names, texts, strict=True):
+        check(d, name, text)
+        assert d.computed[name] == 1 + 3
     offers_nothing(p, d)
 
 
@@ -195,6 +251,18 @@ def test_a_producer_that_says_less(make: Make, lost: list[str]) -> None:
         del params[key]
     served(d, p, prompt(N), params, 1)
     offers_nothing(p, d)
+
+
+@pytest.mark.parametrize(
+    "digest", ["", "zz", "00" * 16, "00" * 65, 7, None, ["00"], "0" * 5000], ids=map(str, range(8))
+)
+def test_whatever_a_digest_says(make: Make, digest: Any) -> None:
+    p, d = make(policy="fail"), make(policy="fail")
+    params = {**prefill(p, prompt(N)), "kvxfer_digest": digest}
+    name = d.add(prompt(N), params)
+    d.run(p, until=name)
+    check(d, name, prompt(N))
+    p.lease_ends()  # where it was made up, P learns nothing
 
 
 def part(told: Told, whole: int = 10, left: int = 0) -> CommonPart:

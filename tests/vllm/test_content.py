@@ -119,3 +119,9 @@ def test_what_vllm_s_runners_keep_of_a_request_is_on_the_page() -> None:
     assert {"mrope_positions", "pooling_states"} <= first and "encoder_cache" in by_name and "prompt_len" in scope
     kept = first | by_name | scope.keys() | set(NewRequestData.__dataclass_fields__)
     assert kept <= KEPT | BOOKKEEPING, f"docs/content.md lacks {sorted(kept - KEPT - BOOKKEEPING)}"
+
+
+def test_every_row_names_a_test() -> None:
+    for row in [*INPUTS, *STATES]:
+        tests = re.findall(r"`(tests/\S+\.py)`", row)
+        assert tests and all((ROOT / test).is_file() for test in tests), row

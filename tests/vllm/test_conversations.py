@@ -14,7 +14,7 @@ from kvxfer.values import BlockTable
 from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, OFFER, check, prefill
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import BLOCK, Group, PlayedEngine, answer, ours, prompt
+from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, Group, PlayedEngine, answer, ours, prompt
 from tests.vllm.wire import Wire
 
 overlap = both_ways
@@ -42,6 +42,11 @@ def tier(d: PlayedEngine, told: dict[str, Any]) -> dict[str, Any]:
     """llm-d: where a peer listens, beside NIXL's keys."""
     here = d.address
     return {**OFFER, "remote_kv_source": {"kv_request_id": "x", "remote_host": here.host, "remote_port": here.port}}
+
+
+def parties(d: PlayedEngine, told: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's peer-to-peer tier: the only pair that it allows. The router names the transfer to D."""
+    return {**tier(d, told), "do_remote_decode": None, "remote_decoder": {"kv_request_id": "job"}}
 
 
 def hint(d: PlayedEngine, told: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +124,22 @@ def test_p_computes_what_is_new(make: Make, groups: Any, schema: Schema) -> None
     assert not kept or p.loaded >= 4 * BLOCK
 
 
+def test_one_token_moves_a_prefix_ahead_of_its_request(make: Make) -> None:
+    """A router that expects a request at an engine sends its prefix there first; the request then finds it in the prefix cache."""
+    d, p = make(blocks=120), make(blocks=120)
+    prefix = prompt(5 * BLOCK)
+    ask(d, prefix, {})
+    sources = {"kvxfer_sources": named(d)["kvxfer_sources"]}
+    ahead = ask(p, prefix, sources, d)
+    assert p.loaded == 4 * BLOCK and len(p.done[ahead].tokens) == 1
+    rest(p, d)
+    request = ask(p, [*prefix, *prompt(9, seed=3)], {})
+    assert p.loaded == 4 * BLOCK and p.computed[request] <= BLOCK + 9, (
+        "nothing is loaded, and the prefix is not computed again"
+    )
+    rest(p, d)
+
+
 @CACHES
 @pytest.mark.parametrize("edit", ["thinking dropped", "a word changed", "another answer", "all changed"])
 def test_histories_that_a_client_has_edited(make: Make, groups: Any, edit: str) -> None:
@@ -171,6 +192,25 @@ def test_a_plain_request_asks_as_well(make: Make) -> None:
     name = ask(p, text, {"remote_kv_source": tier(d, {})["remote_kv_source"]}, d, n=4)
     assert p.computed[name] <= 100 - 96 + 3
     assert p.done[name].params is not None and not p.done[name].params["do_remote_prefill"]
+
+
+def test_with_the_transfer_named_by_the_router(make: Make) -> None:
+    """`remote_decoder` and `remote_kv_source`: P loads from one engine, and another loads from P."""
+    p, d, other = make(), make(), make()
+    text = prompt(100)
+    ask(other, text[:80], OFFER)
+    other.lease_ends()
+    first = ask(p, text, parties(other, {}), other)
+    assert p.computed[first] <= 100 - 80
+    here = p.address
+    name = ask(
+        d,
+        text,
+        {"remote_prefiller": {"kv_request_id": "job", "remote_host": here.host, "remote_port": here.port}},
+        p,
+        n=4,
+    )
+    assert d.computed[name] == 1 + 3
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -242,6 +282,16 @@ def test_a_request_is_aborted_at_any_step(make: Make, wire: Wire, n: int) -> Non
     rest(p, d)
 
 
+def test_a_source_whose_cache_was_reset(make: Make) -> None:
+    p, d = make(), make()
+    text = prompt(100)
+    _, told = turn(p, d, text, OFFER)
+    for engine in (p, d):
+        assert engine.scheduler.reset_prefix_cache()
+    computed, _ = turn(p, d, text + prompt(10), nixl(d, told))
+    assert computed == 110
+
+
 def test_a_source_with_other_weights(make: Make) -> None:
     """Its facts have changed, so what it has is another's."""
     p, d = make(), make()
@@ -274,6 +324,35 @@ def test_a_source_whose_cache_is_full(make: Make) -> None:
         engine.lease_ends()
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1)])
+def test_other_block_sizes(make: Make, theirs: int, ours: int) -> None:
+    p, d = make(blocks=120, turns=ours), make(blocks=120, turns=theirs)
+    text = prompt(100)
+    _, told = turn(p, d, text, OFFER)
+    p.scheduler.reset_prefix_cache()
+    longer = text + answer(text, 20) + prompt(5)
+    name = ask(p, longer, nixl(d, told), d)
+    assert p.computed[name] <= len(longer) - whole(119, BLOCK * theirs)
+    for engine in (p, d):
+        engine.lease_ends()
+
+
+@pytest.mark.parametrize("window", [16, 17, 18, 32, 33, 48])
+def test_windows_of_any_length(make: Make, window: int) -> None:
+    """A window that ends at a block's edge needs no block before it."""
+    groups = (Group(), Group(window=window))
+    p, d = make(groups, blocks=120), make(groups, blocks=120)
+    for seed, n in enumerate((64, 71, 80, 97)):
+        text = prompt(n, seed=seed)
+        _, told = turn(p, d, text, OFFER)
+        p.scheduler.reset_prefix_cache()
+        longer = text + answer(text, 20) + prompt(5)
+        name = ask(p, longer, nixl(d, told), d)
+        assert p.computed[name] <= len(longer) - whole(n + 19)
+        for engine in (p, d):
+            engine.lease_ends()
+
+
 @pytest.mark.parametrize("groups", [(Group(), Group(window=32)), (Group(window=32),)], ids=["hybrid", "window"])
 def test_windows_that_vllm_keeps_at_the_ends_of_prompts_only(make: Make, groups: Any) -> None:
     """As it does by default; the end of an answer is found all the same."""
@@ -298,6 +377,41 @@ def test_a_salt_is_found_by_who_states_it(make: Make) -> None:
         name = ask(p, text, named(d), d, cache_salt=salt)
         assert p.computed[name] == computed
         p.lease_ends()
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID, ALIGNED], ids=["full", "hybrid", "aligned"])
+def test_another_engine_goes_on_with_an_answer(make: Make, groups: Any) -> None:
+    """D1's client was sent to D2, with the prompt and what it has of the answer."""
+    p, d1, d2 = (make(groups, blocks=120) for _ in range(3))
+    text = prompt(60)
+    first = ask(p, text, OFFER)
+    name = d1.add(text, p.done[first].params, n=60)
+    while len(d1.said.get(name, ())) < 40:
+        for engine in (d1, p):
+            if engine.busy:
+                engine.step()
+    d1.abort(name)
+    d1.run(p)
+    longer = text + answer(text, 40)
+    there = d1.address
+    params = {"remote_kv_source": {"kv_request_id": "x", "remote_host": there.host, "remote_port": there.port}}
+    again = ask(d2, longer, params, d1, n=20)
+    assert d2.computed[again] <= len(longer) - whole(len(longer) - 1) + BLOCK + 19
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_roles(make: Make, role: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever consumes may ask; any engine may be asked."""
+    p, d = make(role=role), make(role="kv_consumer")
+    text = prompt(100)
+    ask(d, text, {})
+    plain = {"kvxfer_sources": [str(d.address)]}
+    for seed in range(2):
+        name = ask(p, text + prompt(20, seed=seed), plain, d)
+        assert p.computed[name] == (20 + 4 if role == "kv_consumer" else 120) - (
+            96 * (role != "kv_consumer") if seed else 0
+        )
+    assert ("kv_role does not allow" in caplog.text) == (role == "kv_producer")
 
 
 def test_a_hint_that_is_not_used_is_said_once_with_its_key(make: Make, caplog: pytest.LogCaptureFixture) -> None:

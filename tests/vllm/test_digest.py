@@ -371,6 +371,21 @@ def test_an_adapter_loaded_again_between_offer_and_load(make: Make) -> None:
     assert computed(p, d, adapter, adapter, seed=1) == 1 + 3
 
 
+def test_an_adapter_loaded_again_while_its_request_waits(make: Make) -> None:
+    p, d = engine(make), engine(make, seqs=1)
+    a = ask(p, OFFER, 1, lora("x"))
+    p.run(until=a)
+    d.load_adapter(1, "x")
+    first = d.add(prompt(30, seed=5), n=40)
+    d.step()
+    b = ask(d, p.done[a].params or {}, 4, {"lora_request": lora("x")["lora_request"]})  # waits behind the first
+    d.step()
+    d.load_adapter(1, "y")
+    d.run(p, until=b)
+    assert first in d.done and d.computed[b] == 60 + 3
+    p.lease_ends()
+
+
 def test_blocks_of_an_adapter_s_earlier_weights_are_not_taken_from_the_prefix_cache(make: Make) -> None:
     """vLLM's keys have an adapter's name and path, which stay: it says so itself when it loads one again."""
     p, d = engine(make), engine(make)
@@ -388,6 +403,23 @@ def test_blocks_of_an_adapter_s_earlier_weights_are_not_taken_from_the_prefix_ca
         c = ask(d, {}, 4, adapter)
         d.run(until=c)
         assert d.computed[c] < 60, "with the weights of now it is cached"
+
+
+def test_blocks_that_no_transfer_has_cached_are_not_taken_for_those_of_other_weights(make: Make) -> None:
+    p, d = engine(make), engine(make)
+    adapter = {"lora_request": lora("x")["lora_request"]}
+    p.load_adapter(1, "x")
+    a = ask(p, {}, 4, adapter)
+    p.run(until=a)
+    p.load_adapter(1, "y")
+    d.load_adapter(1, "y")
+    b = ask(p, OFFER, 1, adapter)
+    p.run(until=b)
+    assert p.computed[b] == 60, "P offers what it computed with the weights of before"
+    c = ask(d, p.done[b].params or {}, 4, adapter)
+    d.run(p, until=c)
+    assert d.computed[c] == 1 + 3
+    p.lease_ends()
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["reread", "loaded again"])
@@ -411,35 +443,3 @@ def test_where_adapters_apply_counts_for_requests_with_one(make: Make, settings:
     p, d = engine(make, adapters=settings), engine(make)
     assert computed(p, d, lora("x"), lora("x")) == 60 + 3
     assert computed(p, d, {}, {}, seed=1) == 1 + 3
-
-
-def test_an_adapter_loaded_again_while_its_request_waits(make: Make) -> None:
-    p, d = engine(make), engine(make, seqs=1)
-    a = ask(p, OFFER, 1, lora("x"))
-    p.run(until=a)
-    d.load_adapter(1, "x")
-    first = d.add(prompt(30, seed=5), n=40)
-    d.step()
-    b = ask(d, p.done[a].params or {}, 4, {"lora_request": lora("x")["lora_request"]})  # waits behind the first
-    d.step()
-    d.load_adapter(1, "y")
-    d.run(p, until=b)
-    assert first in d.done and d.computed[b] == 60 + 3
-    p.lease_ends()
-
-
-def test_blocks_that_no_transfer_has_cached_are_not_taken_for_those_of_other_weights(make: Make) -> None:
-    p, d = engine(make), engine(make)
-    adapter = {"lora_request": lora("x")["lora_request"]}
-    p.load_adapter(1, "x")
-    a = ask(p, {}, 4, adapter)
-    p.run(until=a)
-    p.load_adapter(1, "y")
-    d.load_adapter(1, "y")
-    b = ask(p, OFFER, 1, adapter)
-    p.run(until=b)
-    assert p.computed[b] == 60, "P offers what it computed with the weights of before"
-    c = ask(d, p.done[b].params or {}, 4, adapter)
-    d.run(p, until=c)
-    assert d.computed[c] == 1 + 3
-    p.lease_ends()

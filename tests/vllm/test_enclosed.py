@@ -51,6 +51,20 @@ def test_the_warning_is_about_the_policy_that_vllm_obeys(
     assert (SAID in caplog.text) == (outer == "fail")
 
 
+@pytest.mark.parametrize("outer", ["fail", "recompute"])
+def test_the_policy_of_the_outermost(make: Make, caplog: pytest.LogCaptureFixture, outer: str) -> None:
+    engine = make(transfer=multi({**NESTED, "kv_load_failure_policy": "recompute"}, policy=outer))
+    assert engine.scheduler.recompute_kv_load_failures == (outer == "recompute")
+    assert (SAID in caplog.text) == (outer == "fail")
+
+
+def test_alone_nothing_has_changed(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    make(policy="recompute")
+    assert SAID not in caplog.text
+    make(policy="fail")
+    assert SAID in caplog.text
+
+
 @pytest.mark.parametrize("entry", [OURS, NAMED], ids=["ours", "named"])
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_beside_nixl_its_names_are_left_to_it(make: Make, entry: dict[str, Any], ours_first: bool) -> None:
@@ -86,6 +100,14 @@ def test_nothing_is_missing_beside_a_store(make: Make, entry: dict[str, Any]) ->
     registry = exported(make, entry, sibling())
     assert registry.get_sample_value("kvxfer_transfers_total", {"engine": "0", "outcome": "delivered"}) == 1
     assert registry.get_sample_value("vllm:nixl_xfer_time_seconds_count", {"engine": "0"}) == 1
+
+
+def test_what_rebuilds_statistics_is_known_without_the_plug_in(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`VLLM_PLUGINS` may leave it out; a child that was asked for by its path is rebuilt by its class's name all the same."""
+    assert "KVXferConnector" in KVConnectorFactory._registry
+    found = KVConnectorFactory.get_connector_class(KVTransferConfig(**NAMED))
+    assert found.__name__ in KVConnectorFactory._registry
+    assert KVConnectorFactory.get_connector_class_by_name(found.__name__).build_kv_connector_stats() is not None
 
 
 @pytest.mark.parametrize("child", ["kv_both", "kv_consumer"])
@@ -145,11 +167,3 @@ def test_a_setting_of_vllm_s_among_ours_says_where_it_belongs(make: Make, key: s
     for transfer in (KVTransferConfig(**astray), multi(astray, sibling())):
         with pytest.raises(ConfigError, match=f"{key} in kv_connector_extra_config is a setting of vLLM's: move it up"):
             make(transfer=transfer)
-
-
-def test_what_rebuilds_statistics_is_known_without_the_plug_in(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`VLLM_PLUGINS` may leave it out; a child that was asked for by its path is rebuilt by its class's name all the same."""
-    assert "KVXferConnector" in KVConnectorFactory._registry
-    found = KVConnectorFactory.get_connector_class(KVTransferConfig(**NAMED))
-    assert found.__name__ in KVConnectorFactory._registry
-    assert KVConnectorFactory.get_connector_class_by_name(found.__name__).build_kv_connector_stats() is not None

@@ -123,6 +123,19 @@ def test_what_was_loaded_is_stored(engines: tuple[PlayedEngine, list[PlayedEngin
         assert len(stored) == len(set(stored)), "a block is told of twice"
 
 
+def test_a_router_by_events_loads_only_what_is_new(engines: tuple[PlayedEngine, list[PlayedEngine], Router]) -> None:
+    p, decodes, router = engines
+    text = prompt(100)
+    decode(decodes[1], text, prefill(p, text), p)
+    router.read(lambda: router.has(1, text) >= 96)
+    longer = text + prompt(60, seed=5)
+    d = decodes[router.choose(longer)]
+    assert d is decodes[1]
+    name = decode(d, longer, prefill(p, longer), p)
+    assert d.computed[name] == 1 + 3
+    router.read(lambda: router.has(1, longer) >= 160 - BLOCK)
+
+
 def test_a_load_that_fails_is_not_told_of(engines: tuple[PlayedEngine, list[PlayedEngine], Router], wire: Wire) -> None:
     p, decodes, router = engines
     text, d = prompt(100), decodes[0]

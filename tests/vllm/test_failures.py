@@ -12,7 +12,7 @@ from kvxfer.failures import FailureKind
 from kvxfer.protocol.messages import Decline, Named, Renew
 from kvxfer_vllm.said import read_params
 from tests.schedule.ends import held
-from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, loading, offers_nothing, outcomes, prefill
+from tests.vllm.cases import CACHES, OFFER, both, check, decode, let_go, offers_nothing, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ours, prompt
 from tests.vllm.wire import Wire
@@ -38,7 +38,7 @@ def test_a_failed_load_fails_its_request(make: Make, wire: Wire, groups: Any, qu
     d.reject(text, params, name)  # vLLM's front end makes one up for a request that has failed
     d.run(p, until=beside)
     d.step()
-    assert outcomes(d) == ["peer_lost"]
+    assert [outcome for stats in d.stats for outcome, _ in stats["requests"]] == ["peer_lost"]
     check(d, beside, other)
     if not quiet:
         let_go(wire, load)
@@ -65,6 +65,17 @@ def test_an_engine_that_is_closed_with_work_left(make: Make, wire: Wire) -> None
     d.close()
     d.close()
     d.abort(name)
+
+
+def test_a_load_that_comes_after_the_lease(make: Make) -> None:
+    """P has freed the blocks: D is told so, and computes what it had counted as loaded."""
+    p, d = make(), make()
+    text = prompt(60)
+    params = prefill(p, text)
+    p.lease_ends()
+    p.run()
+    name = decode(d, text, params)
+    assert d.computed[name] == 60 + 3
 
 
 @CACHES
@@ -197,7 +208,10 @@ def test_a_consumer_that_does_not_fit_frees_the_producer_s_blocks(make: Make, wi
     p, d = make(), make()
     text = prompt(90)
     params = prefill(p, text)
-    name, load = loading(d, text, params)
+    wire.paused = True
+    name = d.add(text, params)
+    d.steps(2)
+    (load,) = wire.loads(d)
     wire.fail(load, "the models differ: updates", kind=FailureKind.INCOMPATIBLE)
     d.run(p, until=name)
     check(d, name, text)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cases import check, decode, offers_nothing, outcomes, prefill
+from tests.vllm.cases import check, decode, offers_nothing, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import PlayedEngine, prompt
 from tests.vllm.schemas import NIXL, SCHEMAS, RouterSchema
@@ -46,7 +46,7 @@ def test_what_another_has_asked_for_stays(make: Make) -> None:
     p.run(until=name)
     p.steps(4)
     decode(d, text, params, p)
-    assert outcomes(d) == ["delivered"]
+    assert [outcome for stats in d.stats for outcome, _ in stats["requests"]] == ["delivered"]
 
 
 def test_all_of_a_batch_is_given_up(make: Make) -> None:
@@ -58,3 +58,25 @@ def test_all_of_a_batch_is_given_up(make: Make) -> None:
     name = p.add([7], params, n=1)
     p.run(until=name)
     offers_nothing(p)
+
+
+def test_twice_is_no_more_than_once(make: Make) -> None:
+    """Two clients have asked for one prompt; the router drops one of them, and says so twice."""
+    p, d = make(role="kv_producer"), make(role="kv_consumer")
+    text = prompt(90)
+    first, second = prefill(p, text), prefill(p, text)
+    for _ in range(2):
+        name = p.add([7], first, n=1)
+        p.run(until=name)
+        p.steps(3)
+    decode(d, text, second, p)
+    offers_nothing(p)
+
+
+def test_a_producer_is_told_of_a_wrong_role_as_ever(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    p, other = make(role="kv_producer"), make(role="kv_producer")
+    text = prompt(60)
+    name = other.add(text, prefill(p, text), n=1)
+    other.run(p, until=name)
+    assert "kv_role does not allow" in caplog.text
+    p.lease_ends()

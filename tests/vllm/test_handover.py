@@ -11,9 +11,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvxfer import clock
-from kvxfer.failures import Outcome
+from kvxfer.failures import FailureKind, Outcome
 from kvxfer_vllm.metadata import StepMetadata
 from tests.engine.direct import Switchboard
+from tests.vllm.cases import offers_nothing
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ALIGNED, BLOCK, FULL, HYBRID, STATEFUL, PlayedEngine, answer, prompt
 from tests.vllm.wire import Wire
@@ -114,6 +115,17 @@ def test_links_are_made_as_soon_as_a_request_names_its_producer(make: Make, boar
         right(d, p, name, prompt(N, i))
 
 
+def test_sixteen_at_once_share_a_step_and_its_budget(make: Make, board: Switchboard) -> None:
+    p, d = make(seqs=20, blocks=400), decoder(make, board, seqs=20, blocks=400, budget=512)
+    measured(p, d)
+    params = [offered(p, i) for i in range(16)]
+    names = [d.add(prompt(N, i), params[i]) for i in range(16)]
+    output = d.step()
+    assert set(names) <= output.num_scheduled_tokens.keys()
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
+
+
 def test_what_does_not_come_within_the_budget_costs_one_step(make: Make, board: Switchboard, wire: Wire) -> None:
     p, d = make(), decoder(make, board)
     measured(p, d)
@@ -125,6 +137,14 @@ def test_what_does_not_come_within_the_budget_costs_one_step(make: Make, board: 
     output = d.step()
     assert name not in output.num_scheduled_tokens and other in output.num_scheduled_tokens
     assert name in d.step().num_scheduled_tokens  # the wire has pumped between the two
+    right(d, p, name, prompt(N))
+
+
+def test_the_first_load_over_a_link_runs_in_its_step_too(make: Make, board: Switchboard) -> None:
+    p, d = make(), decoder(make, board)
+    params = offered(p)
+    name = d.add(prompt(N), params)
+    assert steps_until(d, p, name) == 0
     right(d, p, name, prompt(N))
 
 
@@ -170,6 +190,26 @@ def test_who_stands_behind_a_load_that_does_not_come_is_not_held_up(make: Make, 
         right(d, p, name, prompt(N, i))
 
 
+def test_what_comes_while_another_is_waited_for_is_there_in_the_next_step(
+    make: Make, board: Switchboard, wire: Wire
+) -> None:
+    """Though nothing can run in this one, blocks are not what the engine lacks."""
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    params = [offered(p, i) for i in range(2)]
+    wire.paused = True
+    names = [d.add(prompt(N, i), params[i]) for i in range(2)]
+    first, _ = wire.loads(d)
+    waits = iter(range(9))
+    board.waited = lambda: next(waits) == 1 and wire.read(first) and wire.settle(first)
+    assert not d.step().num_scheduled_tokens
+    assert names[0] in d.step().num_scheduled_tokens
+    wire.paused, board.waited = False, wire.pump
+    for i, name in enumerate(names):
+        right(d, p, name, prompt(N, i))
+    assert d.computed[names[0]] == 1 + 3
+
+
 def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = make(blocks=100), decoder(make, board, blocks=100)
     now = 0.0
@@ -197,6 +237,44 @@ def test_copies_share_the_budget_of_their_step(make: Make, board: Switchboard, m
     slow = d.add(prompt(N, 7), offered(p, 7))
     assert steps_until(d, p, slow) > 0, "a copy that takes longer than the budget is not for a step"
     right(d, p, slow, prompt(N, 7))
+
+
+def test_one_slow_copy_does_not_decide_for_good(
+    make: Make, board: Switchboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is slow, since memory is cold; all others would fit, but for what was known of it."""
+    p, d = make(blocks=100), decoder(make, board, blocks=100)
+    now = 0.0
+    monkeypatch.setattr(clock, "now", lambda: now)
+    copies = d.workers[0]._work._side._copy
+    takes = [0.1] * 9 + [2.0]  # of a budget of 1
+
+    def copy(*tables: Any) -> None:
+        nonlocal now
+        copies(*tables)
+        now += takes.pop()
+
+    d.workers[0]._work._side._copy = copy
+    steps = []
+    for seed in range(7):
+        name = d.add(prompt(N, seed), offered(p, seed))
+        steps.append(steps_until(d, p, name))
+        right(d, p, name, prompt(N, seed))
+    assert steps[0] == 0 and steps[1] > 0 and steps[3:] == [0] * 4
+
+
+def test_beside_the_steps_it_costs_one(make: Make, board: Switchboard) -> None:
+    """A load of which nothing is known: what it waits for is the step in which it came, and no other."""
+    p, d = make(), decoder(make, board, extra={"step_budget": 0})
+    params = offered(p)
+    other = d.add(prompt(20, 5), n=40)
+    d.step()
+    name = d.add(prompt(N), params)
+    seen = d.scheduler.schedule
+    d.scheduler.schedule = lambda *a, **k: _then(seen(*a, **k), d.wire.pump)  # type: ignore[method-assign]
+    assert steps_until(d, p, name) == 1
+    right(d, p, name, prompt(N))
+    assert other
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -242,6 +320,42 @@ def test_a_trace_has_a_line_for_each_load(
     for line in lines:
         assert line["source"] == f"{at.host}:{at.port}" and line["transfer"].startswith("own/")
         assert 0 <= line["us"]["fetched"] <= line["us"]["seen"]
+
+
+def test_a_prefetch_that_is_refused_frees_the_producer_s_blocks(make: Make, board: Switchboard, wire: Wire) -> None:
+    """As any load does: the producer, which has not heard of it, need not hold them for its lease."""
+    p = make()
+    d, params = decoder(make, board), offered(p)
+    wire.paused = True
+    name = d.add(prompt(N), params)
+    d.step()
+    for load in wire.loads(d):
+        wire.fail(load, "the models differ: updates", kind=FailureKind.INCOMPATIBLE)
+    right(d, p, name, prompt(N))
+    offers_nothing(p)
+
+
+def test_a_trace_that_cannot_be_written_for_a_while_is_no_matter_and_goes_on(
+    make: Make, board: Switchboard, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "folder" / "trace"
+    path.parent.mkdir()
+    p, d = make(), decoder(make, board, extra={"step_budget": 1, "trace": str(path)})
+    path.unlink()
+    path.parent.rmdir()
+    for i in range(2):
+        right(d, p, d.add(prompt(N, i), offered(p, i)), prompt(N, i))
+    assert len([r for r in caplog.records if "no more lines are written" in r.message]) == 1
+    path.parent.mkdir()
+    right(d, p, d.add(prompt(N, 2), offered(p, 2)), prompt(N, 2))
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["failure"] is None
+
+
+def _then(result: Any, call: Any) -> Any:
+    """The transfer is done while the step runs."""
+    call()
+    return result
 
 
 @pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "still written"])
@@ -396,3 +510,13 @@ def first_block(d: PlayedEngine, text: list[int]) -> int:
     """Of a prompt, in D's prefix cache."""
     probe = Request("probe", text, SamplingParams(max_tokens=1), None, block_hasher=d.hasher)
     return int(d.scheduler.kv_cache_manager.get_computed_blocks(probe)[0].get_block_ids()[0][0])
+
+
+def test_siblings_find_in_the_prefix_cache_what_one_has_prefetched(make: Make, board: Switchboard) -> None:
+    p, d = make(), decoder(make, board)
+    measured(p, d)
+    params = offered(p)
+    both = [d.add(prompt(N), params) for _ in range(2)]
+    assert {steps_until(d, p, name) for name in both} == {0}
+    for name in both:
+        right(d, p, name, prompt(N))

@@ -183,6 +183,18 @@ def test_a_load_goes_through_buffers_on_both_sides(
         d.close()
 
 
+def test_a_cache_in_host_memory_needs_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Copies(monkeypatch)
+    p, d = Worker(monkeypatch, "tcp", "LBHNC", copies), Worker(monkeypatch, "tcp", "LBHNC", copies, "cpu")
+    try:
+        assert not end_of(p, d, TransferId("own/1/buffered", 2))
+        assert torch.equal(d.tensors["layer.2"][[1, 2, 7]], p.tensors["layer.2"][[2, 5, 1]])
+        assert {way for way, _, _ in copies.asked} == {"d2h"}
+    finally:
+        p.close()
+        d.close()
+
+
 def test_without_the_operation_a_load_fails_with_words(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

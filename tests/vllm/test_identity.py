@@ -176,6 +176,11 @@ def config(folder: Path | str, revision: str | None = None, load_format: str = "
     return SimpleNamespace(model_config=SimpleNamespace(**model), load_config=load)
 
 
+def test_one_model_under_two_paths(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", drawn()), write(tmp_path / "b", drawn(), files=4)
+    assert facts_of(config(a), Config()) == facts_of(config(b), Config())
+
+
 def test_another_version_under_one_path(tmp_path: Path) -> None:
     before = facts_of(config(write(tmp_path / "a", drawn())), Config())
     after = facts_of(config(write(tmp_path / "a", drawn(1))), Config())
@@ -365,19 +370,6 @@ def test_what_was_offered_before_an_update_is_withdrawn(make: Make) -> None:
     assert loaded(p, d, seed=4)[0] == 1 + 3
 
 
-def test_a_directory_takes_the_key_and_states_the_facts(make: Make, tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    make_key(key)
-    e = make(extra={"key_file": str(key)})
-    half = ours(e.scheduler.connector)._sched
-    half.side.directory.publish(
-        (m.RankDescriptor("tcp://127.0.0.1:1", 1, Cache((), (), ()), ("zmq",)),)
-    )  # the played one is none
-    told = card(e, Security.of(Config(key_file=str(key))))
-    assert told is not None and told.facts == half.side.facts
-    assert card(e, OPEN, 1.0) is None, "whoever has no key is told the addresses of all ranks"
-
-
 def test_what_was_asked_for_before_an_update_is_not_loaded_after_it(make: Make) -> None:
     p, d = make(), make(seqs=1)
     text = prompt(60)
@@ -391,3 +383,16 @@ def test_what_was_asked_for_before_an_update_is_not_loaded_after_it(make: Make) 
     d.run(p, until=b)
     assert first in d.done and d.computed[b] == 60 + 3
     p.lease_ends()
+
+
+def test_a_directory_takes_the_key_and_states_the_facts(make: Make, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    make_key(key)
+    e = make(extra={"key_file": str(key)})
+    half = ours(e.scheduler.connector)._sched
+    half.side.directory.publish(
+        (m.RankDescriptor("tcp://127.0.0.1:1", 1, Cache((), (), ()), ("zmq",)),)
+    )  # the played one is none
+    told = card(e, Security.of(Config(key_file=str(key))))
+    assert told is not None and told.facts == half.side.facts
+    assert card(e, OPEN, 1.0) is None, "whoever has no key is told the addresses of all ranks"

@@ -110,6 +110,15 @@ def test_a_release_that_changed_it_is_told_by_name(monkeypatch: pytest.MonkeyPat
     assert internals.changed() == {"lost": list(lost.needs)}
 
 
+def test_a_release_without_sources_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(what: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr("inspect.getsource", gone)
+    monkeypatch.setitem(internals.TOUCHES, "lost", internals.Touch(("vllm.v1.request:Request.num_eggs",), ""))
+    assert internals.changed() == {"lost": ["vllm.v1.request:Request.num_eggs"]}
+
+
 def test_what_another_library_wraps_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cases import check, crowd, decode, let_go, loading, prefill
+from tests.vllm.cases import check, crowd, decode, let_go, load_that_fails, prefill
 from tests.vllm.conftest import Make
 from tests.vllm.engine import ALIGNED, BLOCK, CHUNKED, DRAFTING, FULL, HYBRID, STATEFUL, Group, PlayedEngine, prompt
 from tests.vllm.wire import Wire
@@ -160,8 +160,7 @@ def test_a_load_that_fails_is_computed(make: Make, wire: Wire, kind: Kind, quiet
     }  # what still moves may keep a quarter of them
     p, d = kind.engines(make, both, {"policy": "recompute", **both})
     text = prompt(90)
-    name, failing = loading(d, text, prefill(p, text), n=12)
-    wire.fail(failing, "the link broke", quiet=quiet)
+    name, failing = load_that_fails(d, wire, text, prefill(p, text), quiet)
     d.run(p, until=name)
     check(d, name, text, 12)
     assert d.computed[name] == 90 + 11

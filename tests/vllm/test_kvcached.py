@@ -14,9 +14,9 @@ from kvxfer.engine import BlockPins
 from kvxfer_vllm.internals import VllmBlockPool
 from tests.conftest import require
 from tests.vllm import kvcached
-from tests.vllm.cases import OFFER, both, check, crowd, decode
+from tests.vllm.cases import OFFER, both, check, crowd, decode, prefill
 from tests.vllm.conftest import Make
-from tests.vllm.engine import ANSWER_S, FULL, HYBRID, PlayedEngine, prompt
+from tests.vllm.engine import ANSWER_S, BLOCK, FULL, HYBRID, PlayedEngine, prompt
 from tests.vllm.wire import Load, Wire
 
 require("kvcached")
@@ -103,6 +103,14 @@ def world(make: Make) -> Iterator[World]:
         yield found
 
 
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_prompts_go_from_prefill_to_decode(world: World, groups: Any) -> None:
+    p, d = world.engine(groups), world.engine(groups)
+    for i in range(6):
+        text = prompt(90, seed=i)
+        decode(d, text, prefill(p, text), p)
+
+
 def test_an_engine_with_more_requests_than_memory_preempts_and_offers_anew(world: World) -> None:
     """Blocks there are plenty of; what is short is memory, which kvcached says is there until it is not."""
     p, d = world.engine(room=16, budget=16, seqs=4, caching=False), world.engine(room=200)
@@ -180,6 +188,18 @@ def test_what_is_read_keeps_its_memory_when_its_request_is_aborted(world: World,
     wire.paused = False
     d.run(p, until=b)
     check(d, b, text)
+
+
+@pytest.mark.parametrize("most", [0, 3, 16])
+def test_a_prefix_cache_with_a_bound(world: World, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """kvcached gives the memory of all other cached blocks back; offers and loads do not count on them."""
+    monkeypatch.setattr("kvcached.utils.MAX_CACHED_TOKENS", most * BLOCK)
+    p, d = world.engine(), world.engine()
+    for i in range(4):
+        text = prompt(60, seed=i % 2) + prompt(40, seed=10 + i)
+        decode(d, text, prefill(p, text), p)
+    p.run(d)
+    assert all(len(pages.in_use) <= most for pages in world.pages)
 
 
 def test_a_cache_that_others_may_still_read_is_cleared_once_they_no_longer_do(

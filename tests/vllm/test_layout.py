@@ -41,10 +41,43 @@ def test_the_state_after_the_last_token_is_moved() -> None:
     assert runs.src[0] - runs.dst[0] == 2 * PAGE
 
 
+def test_each_rank_takes_over_its_own_slice() -> None:
+    routes = route([cache(rank, 2) for rank in range(2)], [cache(rank, 2) for rank in range(2)])
+    assert {rank: list(found.assignments) for rank, found in routes.items()} == {
+        r: [r] for r in (Rank(0, 0), Rank(0, 1))
+    }
+
+
 @pytest.mark.parametrize(("of", "to"), [(2, 1), (1, 2)])
 def test_slices_do_not_make_a_whole(of: int, to: int) -> None:
     with pytest.raises(Incompatible, match="of 2 ranks"):
         route([cache(rank, of) for rank in range(of)], [cache(rank, to) for rank in range(to)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "share"),
+    [
+        ("ShortConv", ((2, 8),), ((2, 4),)),
+        ("MambaMixer2", ((2, 4 * 3 + 2 * 5), (4, 3, 5)), ((2, 2 * 3 + 2 * 5), (2, 3, 5))),
+        ("MambaMixer", ((2, 8), (8, 3)), ((2, 4), (4, 3))),
+        ("QwenGatedDeltaNetAttention", ((2, 8 + 8 + 6), (2, 3, 4)), ((2, 4 + 4 + 3), (1, 3, 4))),
+        ("KimiGatedDeltaNetAttention", ((2, 8 + 8 + 8), (2, 4, 4)), ((2, 4 + 4 + 4), (1, 4, 4))),
+        ("KimiK3DeltaAttention", ((2, 8 + 8 + 8), (2, 4, 4)), ((2, 4 + 4 + 4), (1, 4, 4))),
+        ("SomebodysMixer", ((2, 8), (8, 3)), ((2, 4), (4, 3))),
+    ],
+)
+def test_only_states_of_known_layers_fit_other_sizes(kind: str, whole: Any, share: Any) -> None:
+    layer = type(kind, (), {"__module__": "vllm.layers", "norm": SimpleNamespace(n_groups=1)})()
+    dtypes = (torch.float32,) * len(whole)
+    known: dict[str, Any] = {"dtypes": dtypes, "page_size_padded": None, "layer": layer}
+    one = [cache(shapes=whole, **known)]
+    two = [cache(rank, 2, shapes=share, **known) for rank in range(2)]
+    for p, d in ((one, two), (two, one)):
+        if kind != "SomebodysMixer":
+            assert set(route(p, d)) == {c.rank for c in d}
+        else:
+            with pytest.raises(Incompatible, match=r"vllm/state.*of . ranks"):
+                route(p, d)
 
 
 @pytest.mark.parametrize("more", [{"dtypes": (torch.float16, torch.float32)}, {"shapes": ((8, 3), (10,))}])

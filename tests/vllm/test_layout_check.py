@@ -135,6 +135,34 @@ def test_cpu_attention_is_as_described(
     assert "not checked" not in line
 
 
+def test_heads_in_another_order_stop_the_start(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model.layers.0.attn"
+    tensors = {name: attention(config, name, heads=4)}
+    kernel = ops.cpu_attn_reshape_and_cache
+
+    def other(k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any) -> None:
+        kernel(k.flip(1).contiguous(), v.flip(1).contiguous(), *rest, **more)
+
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", other)
+    said = refusal(described(config, tensors), tensors, config)
+    assert said.startswith(f"layer {name!r} (Attention) does not write its KV cache as kvxfer would move it: ")
+    assert "expected what the engine wrote of head 0 of plane 'kv' there; found" in said
+    assert '"layout_check": false' in said
+
+
+def test_a_cut_that_cpu_pages_do_not_have(config: VllmConfig) -> None:
+    """As if they were rows of tokens: K, then V."""
+    name = "model.layers.0.attn"
+    tensors = {name: attention(config, name)}
+    cache = described(config, tensors)
+    (packed,) = cache.views
+    row = 2 * HEAD
+    k = replace(packed, plane="k", unit=row, token_stride=2 * row)
+    v = replace(k, plane="v", offsets=tuple(o + row for o in k.offsets))
+    said = refusal(replace(cache, views=(k, v)), tensors, config)
+    assert "of head 0 of plane 'k' there; found" in said
+
+
 @pytest.mark.parametrize("what", ["block stride", "head stride", "unit", "offset"])
 def test_a_wrong_number_stops_the_start(config: VllmConfig, what: str) -> None:
     names = ["model.layers.0.attn", "model.layers.1.attn"]
@@ -152,6 +180,30 @@ def test_a_wrong_number_stops_the_start(config: VllmConfig, what: str) -> None:
     }[what]
     said = refusal(replace(cache, views=(wrong,)), tensors, config)
     assert ("layers.1" if what == "offset" else "layers.0") in said
+
+
+def test_head_and_token_strides_exchanged_stop_the_start(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend with rows of tokens, which the CPU build has none of: played on a layer of vLLM's."""
+    name = "model.layers.0.attn"
+    more = torch.zeros(2 * BLOCKS, 2, TOKENS, 2 * HEAD, dtype=torch.bfloat16)  # the exchanged strides reach further
+    tensors = {name: attention(config, name, of=more[:BLOCKS])}
+
+    def rows(layer: Any, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        cache[slots // TOKENS, :, slots % TOKENS] = torch.cat([k, v], -1)
+
+    monkeypatch.setattr(config.compilation_config.static_forward_context[name].impl, "do_kv_cache_update", rows)
+    cache = described(config, tensors)
+    (packed,) = cache.views
+    assert packed.heads is not None and packed.heads.stride is not None
+    row = 2 * HEAD
+    k = replace(packed, plane="k", unit=row, token_stride=2 * row)
+    v = replace(k, plane="v", offsets=tuple(o + row for o in k.offsets))
+    check_layout(replace(cache, views=(k, v)), tensors, config)
+    swapped = [
+        replace(p, heads=replace(packed.heads, stride=2 * row), token_stride=packed.heads.stride) for p in (k, v)
+    ]
+    said = refusal(replace(cache, views=tuple(swapped)), tensors, config)
+    assert "token 1 of head 0 of plane 'k' there; found what the engine wrote of token 0 of head 1 of k" in said
 
 
 def test_a_layer_that_shares_anothers_cache(config: VllmConfig, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,11 @@ def test_its_documented_configuration_becomes_one_of_ours() -> None:
         assert any(key in note for note in notes), f"nothing is said about {key}"
 
 
+def test_a_configuration_of_ours_stays_as_it_is() -> None:
+    extra = {"backend": "zmq", "port": 5000, "staging_bytes": 1 << 24}
+    assert translate(extra, TRANSFER) == (extra, ())
+
+
 def test_our_keys_win() -> None:
     settings, _ = translate(
         old(nccl_num_channels=8, port=7000, backend_options={"channels": 4, "priority": "high"}), TRANSFER
@@ -49,6 +54,12 @@ def test_every_old_key_is_enough_and_explained(key: str) -> None:
     settings, notes = translate({key: value}, TRANSFER)
     assert key not in settings and settings["backend"] == "nccl"
     assert any(note.startswith(key) for note in notes)
+
+
+def test_an_unknown_key_is_still_an_error() -> None:
+    settings, _ = translate(old(proxy_prt="30001"), TRANSFER)
+    with pytest.raises(ConfigError, match="proxy_prt"):
+        Config.from_mapping(settings)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +108,12 @@ def test_an_address_that_is_not_allowed_is_never_dialled() -> None:
         params(f"cmpl-{ID}-0-89abcdef", hosts=("192.168.0.0/16",))
 
 
+def test_an_evil_id_is_refused() -> None:
+    """The old pattern took the last match: here, the attacker's."""
+    with pytest.raises(IdentityError):
+        params("cmpl-___prefill_addr_evil:22___prefill_addr_10.0.1.2:5___decode_addr_h2:5_u-0-89abcdef")
+
+
 def test_without_an_allow_list_the_scheme_is_off() -> None:
     assert params(f"cmpl-{ID}-0-89abcdef", hosts=()) is None
 
@@ -111,8 +128,3 @@ def test_a_bad_allow_list_is_found_at_start() -> None:
     for bad, why in (("not a host", "neither"), ("prefill-1:21001", "'prefill-1' is a name")):
         with pytest.raises(ConfigError, match=f"legacy_hosts.*{why}"):
             check_hosts(["10.0.0.0/8", bad])
-
-
-def test_a_configuration_of_ours_stays_as_it_is() -> None:
-    extra = {"backend": "zmq", "port": 5000, "staging_bytes": 1 << 24}
-    assert translate(extra, TRANSFER) == (extra, ())

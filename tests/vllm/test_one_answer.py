@@ -49,6 +49,20 @@ def test_a_sample_that_comes_late_offers_nothing_that_was_read(make: Make, group
     clean(p, d)
 
 
+def test_a_retry_offers_again_what_was_read(make: Make) -> None:
+    p = make()
+    text = prompt(90)
+    offers, loads = both(p, "room-1")
+    for at in (7.0, 8.0):
+        p.add(text, offers, n=1, name="0_cmpl-abc-0-86a9ce7b", arrival_time=at)
+        d = make()
+        name = d.add(text, loads)
+        d.run(p)
+        check(d, name, text)
+        assert d.loaded == 89
+        clean(p, d)  # its end has been heard of
+
+
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_samples_share_one_offer_and_any_of_them_tells_it(make: Make, count: int) -> None:
     p, d = make(), make()
@@ -106,6 +120,14 @@ def batch(p: PlayedEngine, texts: list[list[int]], name: str = "cmpl-abc") -> tu
     return params, at_p
 
 
+def test_a_batch_that_the_front_end_rejects_is_given_up_whole(make: Make) -> None:
+    p, d = make(), make()
+    params, _ = batch(p, [prompt(50 + i, seed=i) for i in range(3)])
+    assert p.free < p.room
+    d.reject([], params, "cmpl-abc")
+    clean(p, d)
+
+
 def test_batches_under_one_id_are_told_apart_by_their_arrival(make: Make) -> None:
     """Whatever the order in which their prompts come; vLLM's front end notes one time for all of an HTTP request."""
     p, d = make(), make()
@@ -123,6 +145,50 @@ def test_batches_under_one_id_are_told_apart_by_their_arrival(make: Make) -> Non
     for name, text in zip(at_d, texts[1], strict=True):
         check(d, name, text)
     assert d.loaded == sum(len(text) - 1 for text in texts[1])
+    clean(p, d)
+
+
+def test_batches_under_one_id_do_not_give_each_other_up(make: Make) -> None:
+    """If it is unclear which prompts belong together, what is rejected waits for its lease."""
+    p, d = make(), make()
+    texts = [[prompt(40 + i, seed=10 * j + i) for i in range(2)] for j in range(2)]
+    at_p = [[p.add(text, OFFER, n=1, name=f"cmpl-abc-{i}") for i, text in enumerate(one)] for one in texts]
+    for name in (*at_p[0], *at_p[1]):
+        p.run(until=name)
+    d.reject([], p.done[at_p[0][0]].params, "cmpl-abc")
+    params = p.done[at_p[1][0]].params
+    at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts[1])]
+    settle(d, p)
+    for name, text in zip(at_d, texts[1], strict=True):
+        check(d, name, text)
+    assert d.loaded == sum(len(text) - 1 for text in texts[1])
+    p.lease_ends()
+    clean(p, d)
+
+
+@pytest.mark.parametrize("groups", [STATEFUL], ids=["stateful"])
+def test_a_recurrent_model_whose_first_prompt_has_one_token(make: Make, groups: object) -> None:
+    p, d = make(groups), make(groups)
+    texts = [[7], prompt(50), prompt(60, seed=3)]
+    params, _ = batch(p, texts)
+    at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts)]
+    settle(d, p, steps=80)
+    for name, text in zip(at_d, texts, strict=True):
+        check(d, name, text)
+    assert d.loaded > 0
+    clean(p, d)
+
+
+def test_requests_under_one_id_are_offered_each(make: Make) -> None:
+    p, d = make(), make()
+    texts = [prompt(30 + i, seed=i) for i in range(5)]
+    at_p = [p.add(text, OFFER, n=1, name="chatcmpl-session") for text in texts]
+    p.run(until=at_p[-1])
+    at_d = [d.add(text, p.done[name].params, name="chatcmpl-session") for text, name in zip(texts, at_p, strict=True)]
+    for name, text in zip(at_d, texts, strict=True):
+        d.run(p, until=name)
+        check(d, name, text)
+    assert d.loaded == sum(len(text) - 1 for text in texts)
     clean(p, d)
 
 
@@ -193,6 +259,18 @@ def test_what_is_not_offered_is_counted_and_logged_by_reason(
     assert [line.partition("(")[2].partition(")")[0] for line in lines] == ["nothing", "given_up"]
 
 
+def test_lines_about_what_is_not_offered_are_bounded(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    p = make()
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        names = [p.add(prompt(30, seed=i), OFFER, n=1, resumable=True) for i in range(20)]
+        p.steps(8)
+    assert told(p) == {"streaming_input": 20}
+    assert len([record for record in caplog.records if "not offered" in record.getMessage()]) == 1
+    for name in names:
+        p.abort(name)
+    clean(p)
+
+
 def test_samples_and_lists_that_may_be_on_several_ranks_are_refused_by_name(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,20 +316,6 @@ def test_a_client_that_hangs_up_while_some_of_a_list_are_done(make: Make, sample
     for name in left:
         p.abort(name)
     clean(p)
-
-
-def test_a_retry_offers_again_what_was_read(make: Make) -> None:
-    p = make()
-    text = prompt(90)
-    offers, loads = both(p, "room-1")
-    for at in (7.0, 8.0):
-        p.add(text, offers, n=1, name="0_cmpl-abc-0-86a9ce7b", arrival_time=at)
-        d = make()
-        name = d.add(text, loads)
-        d.run(p)
-        check(d, name, text)
-        assert d.loaded == 89
-        clean(p, d)  # its end has been heard of
 
 
 def test_a_client_that_hangs_up_leaves_the_answer_to_another_of_its_requests_alone(make: Make) -> None:

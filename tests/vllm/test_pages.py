@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     RSWASpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -61,6 +62,13 @@ def test_k_and_v_go_from_any_layout_to_any(kind: str, p_order: str, d_order: str
     p = engine(layers, 32, 2, p_order, hf={"num_key_value_heads": 4})
     d, whole = (engine(layers, 48, 4, d_order, hf={"num_key_value_heads": 4}) for _ in range(2))
     law(layers, p, d, whole, (32, 48), 150)
+
+
+def test_kernel_blocks_are_cut_from_logical_ones() -> None:
+    layers = {"model.layers.0.attn": attention(2)}
+    p = engine(layers, 64, kernel=16)
+    d, whole = (engine(layers, 32, order="LBNHC") for _ in range(2))
+    law(layers, p, d, whole, (64, 32), 150, start=32)
 
 
 # --- CPU: the kernel packs a head's tokens for the instruction set
@@ -270,6 +278,12 @@ def test_rows_of_several_tokens_go_with_their_page(n: int) -> None:
             load(p, engine(layers, 64, 2), [1, 2], [1, 2], 0, n - 1)
     d, whole = (engine(layers, 64, 2 if NAMES_SHARDS else 8) for _ in range(2))
     law(layers, p, d, whole, (64, 64), n)
+
+
+def test_a_window_of_latents_is_a_window() -> None:
+    layer = {"model.layers.0.attn": latent(cls=SlidingWindowMLASpec, sliding_window=40)}
+    group = engine(layer, 64)[0].layout.cache.groups[0]
+    assert (group.kind, group.window) == ("window", 40)
 
 
 class Unheard(FullAttentionSpec):

@@ -117,6 +117,19 @@ def test_a_producer_that_keeps_still_is_fetched_from(make: Make) -> None:
     assert other in p.done
 
 
+def test_clearing_the_cache_under_a_load_is_refused_and_costs_nothing(make: Make, wire: Wire) -> None:
+    """By vLLM itself (mode `keep` with `clear_cache`, its default): it does not take blocks away that are being written."""
+    p, d = make(), make()
+    text, name = begin(p, d, wire)
+    d.scheduler.set_pause_state(KEEP)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        d.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    wire.paused = False
+    restart(d, p)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3
+
+
 @pytest.mark.parametrize("mode", [KEEP, NEW], ids=["keep", "wait"])
 @pytest.mark.parametrize("when", ["under way", "here"])
 def test_what_is_loaded_ahead_of_its_turn_holds_nobody_up(make: Make, wire: Wire, mode: PauseState, when: str) -> None:

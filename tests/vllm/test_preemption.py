@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.control.conftest import until
+from tests.engine.direct import Switchboard
 from tests.vllm.cases import CACHES, OFFER, RUNNERS, both, check, crowd, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import CHUNKED, FULL, HYBRID, MIXED, Group, prompt
@@ -153,3 +154,20 @@ def test_a_cache_reset_once_an_offer_was_fetched(make: Make, groups: Any) -> Non
     p.run(d, until=a)
     check(d, b, text)
     check(p, a, text, 40)
+
+
+def test_a_cache_reset_does_not_end_loads_that_wait(make: Make, wire: Wire) -> None:
+    """They have no blocks, as those have none that vLLM has preempted."""
+    p, d = make(), make(board=Switchboard())
+    text = prompt(70)
+    warm = prompt(70, seed=9)
+    decode(d, warm, prefill(p, warm), p)  # shows how fast the link is
+    params = prefill(p, text)
+    wire.paused = True
+    b = d.add(text, params)
+    assert wire.loads(d), "it is fetched ahead of its step"
+    assert d.scheduler.reset_prefix_cache(reset_running_requests=False) is not None
+    wire.paused = False
+    d.run(p, until=b)
+    check(d, b, text)
+    assert d.computed[b] == 1 + 3

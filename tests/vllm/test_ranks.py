@@ -25,6 +25,14 @@ def begin(d: PlayedEngine, wire: Wire, text: list[int], p: PlayedEngine) -> tupl
     return name, loads
 
 
+@CACHES
+def test_two_ranks(make: Make, groups: tuple[Group, ...]) -> None:
+    p, d = make(groups, ranks=2), make(groups, ranks=2)
+    text = prompt(90)
+    name = decode(d, text, prefill(p, text), p)
+    assert d.computed[name] == 1 + 3
+
+
 @pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
 def test_two_stages_that_draft(make: Make, groups: tuple[Group, ...]) -> None:
     """Model runner 1 does not tell the first stage that a step is over: what it has is offered all the same."""
@@ -171,6 +179,17 @@ def test_one_that_leaves_while_its_ranks_are_found_to_differ(make: Make, wire: W
     assert d.free == free
 
 
+def test_ranks_give_a_lease_up_at_different_times(make: Make, wire: Wire) -> None:
+    p = make(ranks=2)
+    prefill(p, prompt(60))
+    free = p.free
+    p.agents[0].lease_ends()
+    p.steps(4)
+    assert p.free == free
+    p.agents[1].lease_ends()
+    p.run()
+
+
 @pytest.mark.parametrize("across", [2, 4])
 @pytest.mark.parametrize("groups", [FULL, DRAFTED], ids=["full", "drafts"])
 def test_ranks_of_prefill_context_parallelism_that_hold_the_same(
@@ -194,12 +213,7 @@ def test_replicas_say_where_they_listen_before_there_is_a_request(make: Make) ->
     assert {m.cache.rank.tp for m in half.side.directory._ranks} == {0, 1} and not half.waiting
 
 
-def test_ranks_give_a_lease_up_at_different_times(make: Make, wire: Wire) -> None:
+def test_the_directory_names_all_ranks(make: Make) -> None:
     p = make(ranks=2)
-    prefill(p, prompt(60))
-    free = p.free
-    p.agents[0].lease_ends()
-    p.steps(4)
-    assert p.free == free
-    p.agents[1].lease_ends()
-    p.run()
+    half = ours(p.scheduler.connector)._sched
+    assert {m.cache.rank.tp for m in half.side.directory._ranks} == {0, 1}

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 import kvxfer_vllm as plugin
 from kvxfer.errors import ConfigError
-from kvxfer_vllm import register
+from kvxfer_vllm import KVXferConnector, register
 from kvxfer_vllm.migration import ConnectorConfig, located
 from tests.ports import free_ports
 from tests.vllm.cases import check, decode, prefill
@@ -40,6 +41,23 @@ def entries(recipe: dict[str, Any]) -> list[dict[str, Any]]:
 
 def ours(entry: dict[str, Any]) -> bool:
     return entry["kv_connector"] not in STORES
+
+
+def test_there_are_some_of_each_kind() -> None:
+    assert len(FOUND) > 9 and {len(entries(recipe)) for _, recipe in FOUND} == {1, 2}
+
+
+@EACH
+def test_vllm_takes_it(recipe: dict[str, Any]) -> None:
+    register()  # as vLLM has its plug-ins do
+    transfer = KVTransferConfig(**recipe)
+    assert not transfer.is_kv_consumer or transfer.kv_load_failure_policy == "recompute"
+    first, *others = entries(recipe)
+    assert issubclass(KVConnectorFactory.get_connector_class(KVTransferConfig(**first)), KVXferConnector), (
+        "kvxfer is first"
+    )
+    for store in others:
+        assert store["kv_connector"] in KVConnectorFactory._registry
 
 
 def playable(recipe: dict[str, Any]) -> KVTransferConfig:
@@ -89,6 +107,12 @@ def engine(make: Make, recipe: dict[str, Any], other: str) -> PlayedEngine:
     return out
 
 
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPullConnector", "NixlPushConnector"])
+def test_every_name_of_nixl_s_connectors(name: str) -> None:
+    transfer = KVTransferConfig(kv_connector=name, kv_connector_module_path="kvxfer_vllm.nixl", kv_role="kv_both")
+    assert issubclass(KVConnectorFactory.get_connector_class(transfer), KVXferConnector)
+
+
 def test_the_port_of_a_wide_pod() -> None:
     """The first rank of a pod listens on the base port."""
     start, base = 8, 5600
@@ -122,3 +146,18 @@ def test_the_port_of_a_wide_pod() -> None:
 def test_offloading_by_a_flag_is_warned_of(caplog: pytest.LogCaptureFixture, command: list[str], warned: bool) -> None:
     plugin._warn_if_replaced(command)
     assert ("kvxfer is not used" in caplog.text) == warned
+
+
+def test_offloading_by_a_flag_beside_our_path_says_why_it_does_not_start(make: Make) -> None:
+    """vLLM leaves the path where it is, and looks there for the connector that it has put in the place of ours."""
+    transfer = KVTransferConfig(
+        kv_connector="KVXferConnector", kv_connector_module_path="kvxfer_vllm", kv_role="kv_both"
+    )
+    config: Any = SimpleNamespace(
+        cache_config=CacheConfig(block_size=16, kv_offloading_size=1.0), kv_transfer_config=transfer
+    )
+    VllmConfig._post_init_kv_transfer_config(config)
+    assert transfer.kv_connector == "OffloadingConnector"
+    with pytest.raises(AttributeError) as caught:
+        KVConnectorFactory.get_connector_class(transfer)
+    assert "--kv-offloading-size" in str(caught.value.__cause__)

@@ -195,6 +195,39 @@ def test_windows_that_move_on(make: Make, held: bool, window: int) -> None:
     assert d.computed[b] == 1 + 3
 
 
+@HELD
+@pytest.mark.usefixtures("references")
+def test_a_window_that_moves_on_by_one_token(make: Make, held: bool) -> None:
+    """The window's edge lies on a block's: with its prompt's last token P gives up what D needs to compute that token."""
+    groups = Group(), Group(window=24)
+    p, d = make(groups), make(groups)
+    text = prompt(16 * 4 + 23)
+    params = prefill(p, text)
+    with everything(p):
+        pass
+    b = d.add(text, params)
+    d.run(p, until=b)
+    assert (d.done[b].tokens == answer(text, 4)) == held
+    assert d.computed[b] == 1 + 3
+
+
+def test_a_held_offer(make: Make, wire: Wire) -> None:
+    """A request that ended well: vLLM keeps its blocks until its workers say that they may be freed."""
+    p, d = make(), make()
+    text = prompt(90)
+    params = prefill(p, text)
+    wire.paused = True
+    b = d.add(text, params)
+    load = begin(d, wire)
+    read, _ = blocks_of(load)
+    p.steps(5)
+    with everything(p) as handed_out:
+        assert read.isdisjoint(handed_out)
+    wire.paused = False
+    d.run(p, until=b)
+    check(d, b, text)
+
+
 def test_quarantine_has_a_limit(make: Make, wire: Wire) -> None:
     """Loads that fail and do not get quiet may keep a quarter of the pool; more wait with their requests, which keep their
     own blocks."""
@@ -218,22 +251,6 @@ def test_quarantine_has_a_limit(make: Make, wire: Wire) -> None:
     d.run(p)
     for name, text in zip(names, texts, strict=True):
         check(d, name, text)
-
-
-@HELD
-@pytest.mark.usefixtures("references")
-def test_a_window_that_moves_on_by_one_token(make: Make, held: bool) -> None:
-    """The window's edge lies on a block's: with its prompt's last token P gives up what D needs to compute that token."""
-    groups = Group(), Group(window=24)
-    p, d = make(groups), make(groups)
-    text = prompt(16 * 4 + 23)
-    params = prefill(p, text)
-    with everything(p):
-        pass
-    b = d.add(text, params)
-    d.run(p, until=b)
-    assert (d.done[b].tokens == answer(text, 4)) == held
-    assert d.computed[b] == 1 + 3
 
 
 def test_aborts_have_a_limit(make: Make, wire: Wire) -> None:

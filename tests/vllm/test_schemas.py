@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cases import check, offers_nothing, outcomes
+from tests.vllm.cases import check, offers_nothing
 from tests.vllm.conftest import Make, both_ways
-from tests.vllm.engine import prompt
-from tests.vllm.schemas import LOADS, SCHEMAS, RouterSchema
+from tests.vllm.engine import PlayedEngine, prompt
+from tests.vllm.schemas import LOADS, NIXL, SCHEMAS, RouterSchema
 
 overlap = both_ways
 DEAD = "127.0.0.1"
@@ -17,6 +17,10 @@ EACH = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 BOTH = pytest.mark.parametrize(
     "schema", [s for s in SCHEMAS.values() if s.both], ids=[k for k, s in SCHEMAS.items() if s.both]
 )
+
+
+def outcomes(d: PlayedEngine) -> list[str]:
+    return [outcome for stats in d.stats for outcome, _ in stats["requests"]]
 
 
 @EACH
@@ -59,6 +63,18 @@ def test_samples_share_a_load(make: Make, schema: RouterSchema) -> None:
     assert p.free == p.blocks - 1
 
 
+def test_a_late_decode_engine_of_the_push_schema(make: Make) -> None:
+    """P has answered, to nobody who cares, and holds the blocks."""
+    p, d, schema = make(role="kv_producer"), make(role="kv_consumer"), SCHEMAS["push"]
+    text = prompt(70)
+    at_p = p.add(text, schema.asked("job"), n=1, name="chatcmpl-job")
+    p.run(until=at_p)
+    at_d = d.add(text, schema.told(p, "job"), name="chatcmpl-job")
+    d.run(p, until=at_d)
+    check(d, at_d, text)
+    assert d.computed[at_d] == 1 + 3
+
+
 @pytest.mark.parametrize("name", ["job", "cmpl-job-0", "cmpl-job-0-0123abcd"])
 def test_the_id_may_be_what_an_engine_has_made_of_it(make: Make, name: str) -> None:
     p, d, schema = make(role="kv_producer"), make(role="kv_consumer"), SCHEMAS["push"]
@@ -69,6 +85,20 @@ def test_the_id_may_be_what_an_engine_has_made_of_it(make: Make, name: str) -> N
     d.run(p, until=at_d)
     check(d, at_d, text)
     assert d.computed[at_d] == 1 + 3
+
+
+def test_one_id_for_two_prompts(make: Make) -> None:
+    """A client may send its id again: what is offered is named by its content too."""
+    p, d, schema = make(role="kv_producer"), make(role="kv_consumer"), SCHEMAS["push"]
+    texts = [prompt(70), prompt(90, seed=1)]
+    at_d = [d.add(text, schema.told(p, "job"), name="cmpl-job-0") for text in texts]
+    d.steps(2)
+    for text in reversed(texts):
+        p.add(text, schema.asked("job"), n=1, name="cmpl-job-0")
+    d.run(p)
+    for name, text in zip(at_d, texts, strict=True):
+        check(d, name, text)
+        assert d.computed[name] == 1 + 3
 
 
 def test_a_client_that_hangs_up_before_p_has_begun(make: Make) -> None:
@@ -88,18 +118,27 @@ def test_a_client_that_hangs_up_before_p_has_begun(make: Make) -> None:
     [
         ({**LOADS, "transfer_id": "x"}, "remote_host and remote_port are missing"),
         ({**LOADS, "transfer_id": "x", "remote_host": "h"}, "remote_port is missing"),
+        ({**LOADS, "transfer_id": "x", "remote_notify_port": 61005}, "remote_host and remote_port are missing"),
         ({**LOADS, "transfer_id": "x", "remote_host": "h", "remote_handshake_port": "p"}, "remote_handshake_port`"),
+        ({**LOADS, "transfer_id": "x", "remote_bootstrap_addr": "http://h"}, "remote_port is missing"),
         (
             {**LOADS, "transfer_id": "x", "remote_bootstrap_addr": "http://h:99999"},
             "remote_host and remote_port are missing",
         ),
+        ({**LOADS, "transfer_id": "x", "remote_bootstrap_addr": "http://127.0.0.1:0"}, "remote_port is missing"),
         (
             {**LOADS, "transfer_id": "x", "remote_host": DEAD, "remote_handshake_port": 65535, "remote_dp_rank": 1},
             "remote_handshake_port 65535 plus remote_dp_rank is above 65535",
         ),
         ({**LOADS, "transfer_id": True, "remote_host": DEAD, "remote_port": 9}, "transfer_id is not a text"),
+        ({**LOADS, "transfer_id": False, "remote_host": DEAD, "remote_port": 9}, "remote_request_id, the X-Request-Id"),
         ({**LOADS, "transfer_id": "x", "remote_host": "prefill-0", "remote_port": 9}, "'prefill-0' is a name"),
+        ({**LOADS, "transfer_id": "x", "remote_bootstrap_addr": "http://prefill-0:9"}, "'prefill-0' is a name"),
         ({**LOADS, "remote_host": "127.0.0.1", "remote_port": 9}, "remote_request_id, the X-Request-Id of both"),
+        (
+            {**LOADS, "remote_host": "127.0.0.1", "remote_port": 9, "remote_request_id": 7},
+            "remote_request_id, the X-Request",
+        ),
     ],
 )
 def test_what_is_missing_is_named(
@@ -123,3 +162,31 @@ def test_where_d_is_costs_p_no_offer(make: Make, odd: dict[str, Any]) -> None:
     p.run(until=name)
     assert p.done[name].params
     p.lease_ends()
+
+
+def test_no_schema_is_asked_for_more_than_nixl_s() -> None:
+    """P's part of a router that relays is NIXL's, to the letter."""
+    assert SCHEMAS["relay"].to_p == SCHEMAS["push"].to_p == NIXL
+
+
+@pytest.mark.parametrize("name", ["relay, known keys", "named", "tier", "push", "moriio"])
+def test_a_port_may_be_a_text(make: Make, name: str) -> None:
+    """As in routers that hold ports as texts: NIXL's own connector takes them."""
+    schema = SCHEMAS[name]
+    p, d = make(role="kv_producer"), make(role="kv_consumer")
+    text, request = prompt(70), "some-job"
+    at_p = p.add(text, schema.asked(request), n=1, name=f"cmpl-{request}-0")
+    p.run(until=at_p)
+    told = _with_text_ports(schema.told(p, request, p.done[at_p].params))
+    told.pop("kvxfer_address", None)
+    at_d = d.add(text, told, name=f"cmpl-{request}-0")
+    d.run(p, until=at_d)
+    check(d, at_d, text)
+    assert outcomes(d) == ["delivered"]
+
+
+def _with_text_ports(params: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: str(value) if key.endswith("_port") else _with_text_ports(value) if isinstance(value, dict) else value
+        for key, value in params.items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from kvxfer.cli import doctor
 from kvxfer.cli.main import build
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
@@ -33,6 +35,10 @@ def config(extra: dict[str, Any] | None = None, **parallel: Any) -> Any:
         parallel_config=SimpleNamespace(**sizes),
         model_config=SimpleNamespace(is_encoder_decoder=False),
     )
+
+
+def test_settings_are_read() -> None:
+    assert settings_of(config({"backend": "cma", "lease": 7.0})).lease == 7.0
 
 
 def test_prefill_context_parallelism() -> None:
@@ -114,6 +120,17 @@ def test_what_dynamo_is_told_of_an_engine(ports: Any, said: bool, caplog: pytest
     assert ("Dynamo's router is told to ask this engine" in caplog.text) == said
 
 
+def test_doctor_reads_the_settings_of_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [SimpleNamespace(load=lambda: ConnectorConfig)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == "kvxfer.settings" else [])
+    read = doctor.read_settings('{"legacy_hosts": ["10.0.0.0/8"], "port": 7}')
+    assert isinstance(read, ConnectorConfig) and read.port == 7
+    with pytest.raises(ConfigError, match="did you mean 'port'"):
+        doctor.read_settings('{"ports": 7}')
+    with pytest.raises(ConfigError, match="'ports'.*did you mean 'port'"):
+        doctor.read_settings('{"legacy_hosts": ["10.0.0.0/8"], "ports": 7}')
+
+
 def test_vllms_option_without_settings_of_ours() -> None:
     """With defaults alone, or as it is for another connector."""
     assert ConnectorConfig.unwrapped({"kv_connector": "KVXferConnector", "kv_role": "kv_both"}) == {}
@@ -150,3 +167,9 @@ def test_a_back_end_that_is_not_installed_is_found_at_once(asked: str) -> None:
                 KVXferConnector.get_required_kvcache_layout(config(extra))
             case _:
                 settings_of(config(extra))
+
+
+def test_a_back_end_that_is_there_is_no_question() -> None:
+    for extra in ({}, {"backend": "auto"}, {"backend": "tcp"}, {"backend": "kvxfer.testing.fake:FakeTransport"}):
+        assert KVXferConnector.requires_piecewise_for_cudagraph(extra) is False
+        assert KVXferConnector.get_required_kvcache_layout(config(extra)) is None

@@ -47,6 +47,48 @@ ASKED: Params = {
 """What all of them send to P that speak NIXL's schema."""
 
 
+def whole(params: Params, p: PlayedEngine) -> Params:
+    """vllm-router, vLLM's toy proxy, llm-d's sidecar (`nixlv2`), KServe, Ray Serve LLM, Dynamo: as it is."""
+    return params
+
+
+def elsewhere(params: Params, p: PlayedEngine) -> Params:
+    """AIBrix (`shfs`) and production-stack: with the host at which they reach P's HTTP server."""
+    return {**params, "remote_host": "192.0.2.200"}
+
+
+def with_more(params: Params, p: PlayedEngine) -> Params:
+    """Dynamo and SMG add keys of their own."""
+    return {**params, "worker_id": 7, "bootstrap": {"room": 1}}
+
+
+RELAYS = pytest.mark.parametrize("relay", [whole, elsewhere, with_more])
+
+
+@RELAYS
+def test_a_stack_that_relays(make: Make, relay: Callable[[Params, PlayedEngine], Params]) -> None:
+    p, d = make(role="kv_producer"), make(role="kv_consumer")
+    text = prompt(70)
+    at_p = p.add(text, copy.deepcopy(ASKED), n=1)
+    p.run(until=at_p)
+    said = json.loads(json.dumps(p.done[at_p].params))  # over HTTP
+    # What they look for: keys of NIXL's schema, with types as NixlConnector has them.
+    assert said["do_remote_prefill"] is True and said["do_remote_decode"] is False
+    assert isinstance(said["remote_block_ids"], list) and said["remote_block_ids"]
+    for key, kind in {
+        "remote_engine_id": str,
+        "remote_request_id": str,
+        "remote_host": str,
+        "remote_port": int,
+    }.items():
+        assert isinstance(said[key], kind)
+    assert isinstance(said["tp_size"], int)
+    name = d.add(text, relay(said, p))
+    d.run(p, until=name)
+    check(d, name, text)
+    assert d.computed[name] == 1 + 3
+
+
 def test_a_stack_that_insists_on_the_name(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Dynamo and SMG know connectors by a list of names, on which kvxfer is not."""
 
@@ -74,6 +116,27 @@ def test_a_stack_that_insists_on_the_name(make: Make, caplog: pytest.LogCaptureF
     d.run(p, until=name)
     check(d, name, text)
     assert d.computed[name] == 1 + 3
+
+
+def test_the_name_alone_is_vllm_s_own() -> None:
+    """Who does not ask for kvxfer by its path does not get it."""
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    try:
+        assert not issubclass(KVConnectorFactory.get_connector_class(transfer), KVXferConnector)
+    except ImportError:
+        pass  # NIXL is not installed
+
+
+def test_settings_under_the_name_are_checked_all_the_same(make: Make) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'lease'"):
+        make(
+            transfer=KVTransferConfig(
+                kv_connector="NixlConnector",
+                kv_connector_module_path="kvxfer_vllm.nixl",
+                kv_role="kv_both",
+                kv_connector_extra_config={"leese": 1},
+            )
+        )
 
 
 class Request(BaseModel):
@@ -133,6 +196,12 @@ def test_a_stack_s_own_code(make: Make, stack: Callable[[KVTransferConfig], Any]
     assert d.computed[name] == 1 + 3
 
 
+def test_dynamo_does_not_take_our_own_name() -> None:
+    require("stacks")
+    with pytest.raises(ValueError, match="Unsupported kv_connector='KVXferConnector'"):
+        by_dynamo(KVTransferConfig(**OURS, kv_role="kv_both"))
+
+
 class Replica:
     """A replica of Ray Serve LLM, as far as kvxfer's part of it is asked."""
 
@@ -176,11 +245,33 @@ def test_ray_sends_to_both_at_once(make: Make) -> None:
         assert d.computed[name] == 1 + 3
 
 
+def test_ray_s_transfers_have_names_of_their_own() -> None:
+    """A client may give two requests one id, and Ray may handle a request again."""
+    require("stacks")
+    decode, asked = Replica(0, {**OURS, "kv_role": "kv_consumer"}), Request(request_id="one for all")
+    names = set()
+    for _ in range(2):
+        to_p = decode.backend.prepare_prefill_request(request=asked, peer={})
+        to_d = decode.backend.prepare_decode_request(request=asked, peer={}, prefill_response=None)
+        assert to_p.kv_transfer_params["transfer_id"] == to_d.kv_transfer_params["transfer_id"]
+        names.add(to_p.kv_transfer_params["transfer_id"])
+    assert len(names) == 2
+
+
 def test_a_prefill_replica_of_ray_needs_a_port() -> None:
     require("stacks")
     for role in ("kv_producer", "kv_both"):
         with pytest.raises(ConfigError, match="set 'port' in kv_connector_extra_config"):
             Replica(0, {**OURS, "kv_role": role})
+
+
+def test_a_data_parallel_rank_of_ray_has_the_port_that_its_engine_takes() -> None:
+    """The engine adds its rank's number by itself."""
+    require("stacks")
+    settings: Params = {**OURS, "kv_role": "kv_producer", "kv_connector_extra_config": {"port": 7000}}
+    ranks = [Replica(5, copy.deepcopy(settings), data_parallel_rank=rank) for rank in (0, 1)]
+    assert [rank.backend.replica_metadata()["kvxfer_port"] for rank in ranks] == [7000, 7001]
+    assert all(rank.transfer["kv_connector_extra_config"]["port"] == 7000 for rank in ranks)
 
 
 @pytest.mark.parametrize("text", CONFIGS)

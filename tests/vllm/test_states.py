@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cases import OFFER, decode, loading, prefill
+from tests.vllm.cases import OFFER, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import ALIGNED, BLOCK, DRAFTING, STATEFUL, PlayedEngine, answer, prompt
 from tests.vllm.wire import Load, Wire
@@ -18,12 +18,37 @@ STATES = pytest.mark.parametrize("groups", [ALIGNED, DRAFTING], ids=["aligned", 
 def seen(wire: Wire, p: PlayedEngine, d: PlayedEngine, text: list[int]) -> Load:
     """P prefills, D answers; the load between them, whose tokens were right."""
     params = prefill(p, text)
-    name, load = loading(d, text, params)
+    wire.paused = True
+    name = d.add(text, params)
+    d.steps(2)
+    (load,) = wire.loads(d)
     wire.paused = False
     d.run(p, until=name)
     assert d.done[name].tokens == answer(text, 4)
     assert d.computed[name] == 1 + 3
     return load
+
+
+@STATES
+@pytest.mark.parametrize("n", [66, 72, 80, 81])
+def test_a_prefix_that_d_has_is_not_loaded_again(make: Make, wire: Wire, groups: Any, n: int) -> None:
+    p, d = make(groups), make(groups)
+    text = prompt(n)
+    d.add([*text[:64], 3], n=2)
+    d.run()
+    assert seen(wire, p, d, text).fetch.start == 64
+
+
+@STATES
+@pytest.mark.parametrize("n", [66, 80, 81, 90])
+def test_a_prefix_that_p_has_is_not_computed_again(make: Make, wire: Wire, groups: Any, n: int) -> None:
+    p, d = make(groups), make(groups)
+    text = prompt(n)
+    p.add([*text[:64], 3], n=2)
+    p.run()
+    assert seen(wire, p, d, text).fetch.start == 0
+    name = next(iter(set(p.done) - {r for r in p.done if p.computed[r] > 60}))
+    assert p.computed[name] == n - 1 - 64
 
 
 @STATES
@@ -95,6 +120,18 @@ def lose_states(engine: PlayedEngine, text: list[int]) -> None:
     states = {b for b in cached if not engine.memory[b, 1:].any()}
     assert states and states < cached
     engine.pool.evict_blocks(states)
+
+
+@pytest.mark.parametrize("groups", [STATEFUL, ALIGNED], ids=["stateful", "aligned"])
+def test_a_prompt_that_may_grow_is_computed_whole(make: Make, groups: Any) -> None:
+    """The next part of the input follows its last token, so that no state is offered that lacks it."""
+    p = make(groups)
+    name = p.add(prompt(40), OFFER, n=3, resumable=True)
+    p.run(until=name)
+    assert p.done[name].tokens == answer(prompt(40), 3)
+    p.abort(name)
+    p.run()
+    p.lease_ends()
 
 
 @pytest.mark.parametrize("groups", [STATEFUL, ALIGNED], ids=["stateful", "aligned"])

@@ -121,3 +121,9 @@ def test_it_ends_in_time(
     core.loop()
     core.stop()
     assert stays[0] <= core.loop() <= stays[1]
+
+
+def test_an_engine_that_is_not_asked_to_stop_comes_to_rest(make: Make) -> None:
+    core = Core(make, 60, drain=60.0)
+    core.engine.run(until=core.engine.add(prompt(60)))
+    assert core.loop() < 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,10 @@ from tests.geometry.layouts import dealt
 from tests.vllm.cases import check, decode, prefill
 from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, Group, prompt
-from tests.vllm.sides import engine, law
+from tests.vllm.sides import Side, engine, fill, law, load, table
 from tests.vllm.test_catalogue import groups
-from tests.vllm.test_pages import latent
-from tests.vllm.writers import attention
+from tests.vllm.test_pages import indexer, latent
+from tests.vllm.writers import attention, gpu
 
 overlap = both_ways
 
@@ -86,6 +87,43 @@ def test_latents_go_from_any_turns_to_any(p: tuple[int, int], d: tuple[int, int]
     two, whole = (engine(LATENTS, 48, d[0] * 2, "LBNHC", turns=d) for _ in range(2))
     start = 0 if n < 100 else 48 * d[0]
     law(LATENTS, one, two, whole, (32 * p[0], 48 * d[0]), n, start if start < n else 0)
+
+
+INDEXERS = {f"model.layers.{i}.indexer.k_cache": replace(indexer(), write=latent().write) for i in range(2)}
+"""Written in rows of 132 bytes first, from which ``segregate`` makes pages: the values of all rows, then their scales."""
+
+
+def segregate(sides: list[Side], back: bool = False) -> None:
+    for t in (t for side in sides for t in side.tensors.values()):
+        tokens = t.shape[2]
+        pages = t.reshape(len(t), tokens * 132)
+        assert pages.data_ptr() == t.data_ptr()
+        parts = pages.split([128 * tokens, 4 * tokens], 1) if back else (t[:, 0, :, :128], t[:, 0, :, 128:])
+        pages.copy_(
+            torch.cat([part.reshape(len(t), tokens, -1) for part in parts], 2).flatten(1)
+            if back
+            else torch.cat([part.flatten(1) for part in parts], 1)
+        )
+
+
+@pytest.mark.parametrize("n", [2, 190])
+@pytest.mark.parametrize("d", TURNS)
+@pytest.mark.parametrize("p", TURNS)
+def test_an_indexers_pages_go_from_any_turns_to_any(
+    monkeypatch: pytest.MonkeyPatch, p: tuple[int, int], d: tuple[int, int], n: int
+) -> None:
+    gpu(monkeypatch, 9)
+    one = engine(INDEXERS, 32, max(p[0], 2), turns=p, kernel=16) if p[0] != 3 else engine(INDEXERS, 32, 3, turns=p)
+    two, whole = (engine(INDEXERS, 48, d[0] * 2, turns=d) for _ in range(2))
+    src, dst = table(32 * p[0], n, 1), table(48 * d[0], n, 2)
+    fill(one, INDEXERS, src, range(n))
+    fill(whole, INDEXERS, dst, range(n))
+    segregate(one)
+    load(one, two, src, dst, 0, n - 1)
+    segregate(two, back=True)
+    fill(two, INDEXERS, dst, [n - 1])
+    for got, expected in zip(two, whole, strict=True):
+        assert torch.equal(got.memory, expected.memory)
 
 
 @pytest.mark.parametrize("d", [(1, 1, 4), (2, 1, 4), (2, 16, 4), (4, 2, 8)])

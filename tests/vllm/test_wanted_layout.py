@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends import utils
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvxfer.errors import ConfigError
@@ -61,3 +63,29 @@ def test_an_operator_may_leave_the_choice_to_vllm() -> None:
 def test_kvcached_lays_the_cache_out_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENABLE_KVCACHED", "true")
     assert asked() is None
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_inside_multi_connector_siblings_may_ask_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = config()
+    sibling = SimpleNamespace(get_required_kvcache_layout=lambda vllm_config: "LBHNC")
+    classes = [(KVXferConnector, config()), (sibling, config())]
+    monkeypatch.setattr(MultiConnector, "_get_connector_classes_and_configs", lambda vllm_config: classes)
+    assert MultiConnector.get_required_kvcache_layout(outer) == "LBHNC"
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(
+    ("requested", "candidates", "found"),
+    [
+        (None, ["LBNHC", "LBHNC", "BLHNC"], "BLHNC"),
+        (None, ["LBNHC"], "LBNHC"),
+        ("LBHNC", ["LBNHC", "LBHNC", "BLHNC"], "LBHNC"),
+    ],
+    ids=["the back end has it", "the back end has it not", "the operator has chosen"],
+)
+def test_vllm_takes_it_as_a_preference(
+    requested: str | None, candidates: list[str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(utils, "envs", SimpleNamespace(VLLM_KV_CACHE_LAYOUT=requested))
+    assert utils.resolve_kv_cache_layout(config(), [candidates]).name == found
