@@ -64,9 +64,10 @@ class Play:
         }
 
     def why(self, d: PagedEngine, *more: str) -> tuple[int, str]:
+        """Its exit status and words, wherever a terminal would break its lines."""
         source = d.scheduler.source
         ran = CliRunner().invoke(build(), ["why", "cmpl-7", "--decode", f"{source.host}:{source.port}", *more])
-        return ran.exit_code, ran.output
+        return ran.exit_code, " ".join(ran.output.split())
 
     def story(self, d: PagedEngine) -> Any:
         return json.loads(self.why(d, "--json")[1])["requests"][0]
@@ -291,7 +292,7 @@ def test_the_address_of_another_engine(play: Play) -> None:
     elsewhere = Ticket(ticket.transfer, ticket.digest, Source(there.host, there.port, 0))
     check(play, "a name or an address of another engine", play.load(d, elsewhere))
     code, text = play.why(d)
-    assert code == 1 and "knows nothing of it" in text and "this address, and the name" in " ".join(text.split())
+    assert code == 1 and "knows nothing of it" in text and "this address, and the name" in text
 
 
 SLOW = """

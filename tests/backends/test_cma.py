@@ -98,7 +98,7 @@ def test_a_process_that_took_over_the_number_is_not_touched(direct: World, batch
     stranger = direct.process("stranger")
     for participant in (a, b, stranger):
         participant.allocate([N], 1)
-    link, other = direct.link(a, b), stranger._child.pid
+    link, other = direct.link(a, b), stranger.process.pid
     direct.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [N]))
     peer = link.peers[a.name]
     a.transport.links[peer].processes[0]._pid = other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -53,7 +54,8 @@ def test_a_tutorial_s_pipe_prints_what_it_says(page: str, first: str, second: st
         (tmp_path / title).write_text(text)
     (_, command) = blocks(page, "bash")[-1]
     assert command.split() == ["python", first, "|", "python", second]
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    there = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=there, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == blocks(page, "text")[0][1]
 
