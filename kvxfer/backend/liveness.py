@@ -131,7 +131,8 @@ class LivenessLinks:
         """
         if name == self.name:
             raise TransportError(
-                f"{peer} is this process itself, to which this back end makes no link; 'tcp' and 'zmq' make one"
+                f"{peer} is this process itself, to which this back end makes no link",
+                advice="have the router send such requests elsewhere, or set `backend` to `auto`",
             )
         if control is None:
             raise Elsewhere(f"{peer} runs on another host: its control connection comes from there, without a key")
