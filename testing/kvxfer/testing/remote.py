@@ -20,7 +20,7 @@ from typing import Any
 from kvxfer import errors
 from kvxfer.errors import KvxferError
 
-ANSWER_S, STOP_S = 180.0, 60.0
+STOP_S = 60.0
 
 _forks = mp.get_context("forkserver")
 """Processes are forked from one that has imported what engines need: new interpreters would each have to import that again."""
@@ -102,6 +102,9 @@ class Remote:
     pipe.
     """
 
+    answer_s = 180.0
+    """Seconds after which a process that does not answer has hung."""
+
     def __init__(
         self, name: str, make: Callable[..., Any], *args: Any, next_call: Callable[[Any, Connection], Any] = _received
     ) -> None:
@@ -136,7 +139,7 @@ class Remote:
 
     def _answer(self) -> Any:
         if not self._comes():
-            raise KvxferError(f"the {self.name} did not answer within {ANSWER_S:g} s")
+            raise KvxferError(f"the {self.name} did not answer within {self.answer_s:g} s")
         try:
             kind, value = self._pipe.recv()
         except (EOFError, ConnectionError):
@@ -148,7 +151,7 @@ class Remote:
 
     def _comes(self) -> bool:
         """Wait for an answer, and say whether it is there in time."""
-        return self._pipe.poll(ANSWER_S)
+        return self._pipe.poll(self.answer_s)
 
     def _error(self, kind: str, text: str) -> Exception:
         """Return what is raised for an error of this class over there."""

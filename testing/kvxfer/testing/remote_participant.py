@@ -14,7 +14,7 @@ from typing import Any
 from kvxfer import errors
 from kvxfer.testing.participant import LocalParticipant
 from kvxfer.testing.ready import ready
-from kvxfer.testing.remote import ANSWER_S, Remote
+from kvxfer.testing.remote import Remote
 from kvxfer.transport.contract import Batch, Fence, Transport
 
 
@@ -23,6 +23,8 @@ class RemoteParticipant(Remote):
 
     ``idle`` is called again and again while a reply is awaited.
     """
+
+    answer_s = 60.0  # loading a GPU library takes seconds
 
     def __init__(
         self, backend: type[Transport], options: Mapping[str, Any], name: str, device: str, idle: Callable[[], None]
@@ -48,7 +50,7 @@ class RemoteParticipant(Remote):
             self.kill()
 
     def _comes(self) -> bool:
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + self.answer_s
         while not self.ready(0):
             if time.monotonic() > deadline:
                 return False
