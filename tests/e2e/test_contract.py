@@ -77,10 +77,13 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def deployment(request: pytest.FixtureRequest, servers: Cluster, port: int) -> Iterator[Deployment]:
-    router = Router(servers.prefill.url, servers.decode.url, SCHEMAS[request.param], ("127.0.0.1", port))
-    yield deployed(servers, router)
-    router.stop()
+def deployments(servers: Cluster, port: int) -> Iterator[dict[str, Deployment]]:
+    """The servers behind a router of each schema."""
+    at = "127.0.0.1", port
+    routers = {name: Router(servers.prefill.url, servers.decode.url, schema, at) for name, schema in SCHEMAS.items()}
+    yield {name: deployed(servers, router) for name, router in routers.items()}
+    for router in routers.values():
+        router.stop()
 
 
 def deployed(cluster: Cluster, router: Router) -> Deployment:
@@ -89,12 +92,11 @@ def deployed(cluster: Cluster, router: Router) -> Deployment:
 
 
 @pytest.mark.parametrize(
-    ("deployment", "case"),
+    ("schema", "case"),
     [of(schema, case) for schema in SCHEMAS for case in CASES if schema in OFTEN or case.name in SOME],
-    indirect=["deployment"],
 )
-def test_contract(case: RouterCase, deployment: Deployment) -> None:
-    result = check(case, deployment, Texts())
+def test_contract(case: RouterCase, schema: str, deployments: dict[str, Deployment]) -> None:
+    result = check(case, deployments[schema], Texts())
     assert result.outcome != "broken", result.said
     print(f"{result.outcome}: {result.said}")
 
