@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NewType, get_args, get_type_hints
@@ -14,12 +15,17 @@ from kvxfer import Fetch, Offer, Released, TransferId
 from kvxfer.protocol.messages import PartReady
 
 ROOT = Path(__file__).parents[1]
-TREES = {
-    file: ast.parse(file.read_text())
-    for pattern in ("kvxfer", "backends/*/kvxfer_*", "connectors/*/kvxfer_*", "benchmarks/kvxfer_bench", "testing")
-    for top in sorted(ROOT.glob(pattern))
-    for file in sorted(top.rglob("*.py"))
-}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The product's files, parsed by those who look at them alone: that takes seconds."""
+    return {
+        file: ast.parse(file.read_text())
+        for pattern in ("kvxfer", "backends/*/kvxfer_*", "connectors/*/kvxfer_*", "benchmarks/kvxfer_bench", "testing")
+        for top in sorted(ROOT.glob(pattern))
+        for file in sorted(top.rglob("*.py"))
+    }
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -31,7 +37,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             names[".".join(path.parts).removesuffix(".__init__")] = file
     arrows: dict[str, set[str]] = {name: set() for name in names}
     for name, file in names.items():
-        for node in ast.walk(TREES.get(file) or ast.parse(file.read_text())):
+        for node in ast.walk(trees().get(file) or ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 arrows[name] |= {alias.name for alias in node.names} & names.keys()
             elif isinstance(node, ast.ImportFrom) and node.module in names:
@@ -59,7 +65,7 @@ MAY_NAME_DEVICES = {
 def test_no_kind_of_device_is_named_outside_memory() -> None:
     """So that any kind is as good as any other."""
     found = defaultdict(set)
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         path = file.relative_to(ROOT).as_posix()
         if not path.startswith("kvxfer/") or path.startswith(("kvxfer/memory/", "kvxfer/testing/")):
             continue
@@ -84,7 +90,7 @@ SHARED = {
 def test_no_two_public_names_are_alike() -> None:
     """But for names of back ends, of which nobody meets two at the same time."""
     where = defaultdict(list)
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
                 where[node.name].append(file.relative_to(ROOT).parts[:2])
@@ -108,7 +114,7 @@ def annotations(tree: ast.AST) -> Iterator[tuple[str, str]]:
 def test_generations_and_handles_have_types_of_their_own() -> None:
     """So that a type checker finds a generation where a number of tokens is meant, or one request's name where another's is."""
     bare = {"generation": "int", "handle": "str"}
-    found = [(file, name, kind) for file, tree in TREES.items() for name, kind in annotations(tree)]
+    found = [(file, name, kind) for file, tree in trees().items() for name, kind in annotations(tree)]
     assert not [one for one in found if re.search(rf"\b{bare.get(one[1].strip('_'), '!')}\b", one[2])]
     fields = {TransferId: "base", Offer: "generation", Fetch: "handle", Released: "handle", PartReady: "generation"}
     for cls, field in fields.items():
@@ -131,7 +137,7 @@ def passes_on(method: ast.FunctionDef) -> bool:
 def test_no_method_of_an_engine_s_scheduler_only_passes_on() -> None:
     found = {
         f"{cls.name}.{method.name}"
-        for file, tree in TREES.items()
+        for file, tree in trees().items()
         if file.parent in (ROOT / "kvxfer/engine", ROOT / "kvxfer/schedule")
         for cls in tree.body
         if isinstance(cls, ast.ClassDef)
@@ -142,14 +148,14 @@ def test_no_method_of_an_engine_s_scheduler_only_passes_on() -> None:
 
 
 def test_every_logger_is_one_that_escapes() -> None:
-    named = {file.relative_to(ROOT).as_posix() for file in TREES if "getLogger(" in file.read_text()}
+    named = {file.relative_to(ROOT).as_posix() for file in trees() if "getLogger(" in file.read_text()}
     configured = {"benchmarks/kvxfer_bench/agents.py", "connectors/vllm/kvxfer_vllm/settings.py"}
     assert named == configured | {"kvxfer/logs.py"}, "use kvxfer.logs.logger"
 
 
 def test_nobody_catches_msgspec_s_errors_alone() -> None:
     """Where bytes come from a peer, each decoder catches all that it may raise; files of the operator's are not a peer's."""
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         if file.name not in ("settings.py", "hashing.py", "forging.py") and "benchmarks" not in file.parts:
             caught = [ast.unparse(n.type) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type]
             assert not [one for one in caught if "msgspec." in one], f"{file}: catch UNREADABLE"

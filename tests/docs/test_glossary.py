@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.docs.prose import prose
-from tests.test_structure import TREES
+from tests.test_structure import trees
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = [
@@ -23,7 +23,7 @@ ORDINARY = set(
 
 
 def test_a_word_that_was_given_up_is_not_used() -> None:
-    code = {name for tree in TREES.values() for node in tree.body if (name := getattr(node, "name", ""))}
+    code = {name for tree in trees().values() for node in tree.body if (name := getattr(node, "name", ""))}
     assert not GIVEN_UP & code, "use the glossary's word"
     phrases = {" ".join(re.findall("[A-Z]?[a-z]+", word)).lower() for word in GIVEN_UP} - ORDINARY
     pattern = re.compile(rf"\b({'|'.join(sorted(phrases))})s?\b", re.I)
@@ -33,7 +33,7 @@ def test_a_word_that_was_given_up_is_not_used() -> None:
 def test_each_word_is_there_once_and_used() -> None:
     """In prose, or as a name in the code."""
     assert WORDS == list(dict.fromkeys(WORDS)) and all(len(row) == 4 and row[1] for row in ROWS)
-    identifiers = {word for file in TREES for word in re.findall(r"\w+", file.read_text())}
+    identifiers = {word for file in trees() for word in re.findall(r"\w+", file.read_text())}
     assert {name for row in ROWS for name in re.findall(r"`([^`]+)`", row[2])} <= identifiers
     texts = "\n".join(text for place, text in prose() if not place.startswith("docs/glossary")).lower()
     words = {word.strip().lower() for row in ROWS if "`" not in row[2] for word in row[0].split(",")}

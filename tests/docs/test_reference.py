@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_structure import TREES
+from tests.test_structure import trees
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -25,15 +25,15 @@ def test_the_map_of_the_tree_is_the_tree() -> None:
     "page", ["engine-room.md", "connect-an-engine.md", "architecture.md", "design.md", "protocol.md"]
 )
 def test_what_a_page_names_in_the_code_is_there(page: str) -> None:
-    identifiers = {word for file in TREES for word in re.findall(r"\w+", file.read_text())}
-    identifiers |= {one.stem for file in TREES for one in (file, *file.parents)} | {"py", "md"}
+    identifiers = {word for file in trees() for word in re.findall(r"\w+", file.read_text())}
+    identifiers |= {one.stem for file in trees() for one in (file, *file.parents)} | {"py", "md"}
     named = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", (DOCS / page).read_text()))
     assert not {n for n in named if not n.endswith((".yml", ".toml")) and not set(n.split(".")) <= identifiers}
 
 
 def test_the_design_names_each_thread() -> None:
     found: set[str] = set()
-    core = [tree for file, tree in TREES.items() if DOCS.parent / "kvxfer" in file.parents]
+    core = [tree for file, tree in trees().items() if DOCS.parent / "kvxfer" in file.parents]
     for call in (node for tree in core for node in ast.walk(tree)):
         if (
             isinstance(call, ast.Call)

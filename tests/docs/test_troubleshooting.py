@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvxfer.failures import FailureKind
 from tests.docs.prose import template
-from tests.test_structure import TREES
+from tests.test_structure import trees
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 @cache
 def said() -> str:
     """All texts of the code, where what is put in at run time is `…`."""
-    nodes = (node for tree in TREES.values() for node in ast.walk(tree))
+    nodes = (node for tree in trees().values() for node in ast.walk(tree))
     return "\n".join(text.replace("\n", " ") for node in nodes for text in template(node))
 
 
