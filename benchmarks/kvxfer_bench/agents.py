@@ -14,18 +14,20 @@ import numpy as np
 from kvxfer.block_table import Ints
 from kvxfer.config import Config
 from kvxfer.control.agent import Agent
-from kvxfer.control.directory import Directory
-from kvxfer.errors import KvxferError
 from kvxfer.geometry import Cache, Group
 from kvxfer.identity import FIRST, Handle, Source, TransferBase, TransferId
 from kvxfer.protocol.values import Ended, Released
+from kvxfer.testing.engine import AgentEngine
 from kvxfer.testing.usage import descriptors_open, threads_running
 from kvxfer.values import BlockTable, Fetch, Offer
 from kvxfer_bench.cpu import ENGINE, spent
+from kvxfer_bench.transfer.shapes import Model, Pool
 
 BASE = TransferBase("own/1/bench")
 BLOCKS, TOKENS = 1 << 16, 16
 TICK_S = 0.01
+PROMPTS, POOL_BLOCKS = Model(8, 2, 256, 16), 2048
+"""The cache of a ``Producer``."""
 
 
 def small_cache(blocks: int, block: int) -> Cache:
@@ -44,41 +46,20 @@ def fetched(number: int, source: Source, blocks: Sequence[int] | Ints, tokens: i
     return Fetch(Handle(str(number)), TransferId(BASE, number), b"d", source, BlockTable.of([blocks]), 0, tokens)
 
 
-def await_end(agent: Agent, within_s: float) -> Ended:
-    """Return how an agent's only transfer has ended, once its blocks are released.
-
-    Raises:
-        KvxferError: It was not delivered, or does not end.
-    """
-    until, ended = time.monotonic() + within_s, None
-    while time.monotonic() < until:
-        for event in agent.events(1.0):
-            if isinstance(event, Ended):
-                ended = event
-                if not event.outcome.delivered:
-                    raise KvxferError(f"a transfer was not delivered: {event.outcome}")
-            if ended is not None and isinstance(event, Released):
-                return ended
-    raise KvxferError(f"a transfer did not end within {within_s:g} s")
-
-
-class LoadEngine:
+class LoadEngine(AgentEngine):
     """Engines of one rank each in one process, which share one cache. A load is one small block.
 
     Their warnings about each load that is refused are not printed.
 
     Attributes:
-        source: Where the first engine's directory is.
         released: How many loads or offers are over since the last ``until``.
     """
 
     def __init__(self, config: Config, engines: int = 1, block: int = 256) -> None:
         logging.getLogger("kvxfer").setLevel(logging.ERROR)
         cache = small_cache(BLOCKS, block)
-        self._agents = [Agent(cache, config, f"bench-{i}") for i in range(engines)]
-        self._directory = Directory(config, "bench", epoch=self._agents[0].epoch)
-        self._directory.publish((self._agents[0].descriptor,))
-        self.source = self._directory.source
+        super().__init__(config, name="bench", caches=[cache])
+        self.agents += [Agent(cache, config, f"bench-{i}") for i in range(1, engines)]  # which nobody is to find
         self._forget()
 
     def _forget(self) -> None:
@@ -90,12 +71,12 @@ class LoadEngine:
     def offer(self, first: int, count: int) -> None:
         """Offer ``count`` transfers, numbered from ``first`` on."""
         for i in range(first, first + count):
-            self._agents[0].offer(offered(i, [i % BLOCKS], TOKENS))
+            self.agents[0].offer(offered(i, [i % BLOCKS], TOKENS))
         self.listen()
 
     def fetch(self, source: Source, first: int, count: int) -> None:
         """Have each engine fetch ``count`` transfers, one after the other."""
-        for e, agent in enumerate(self._agents):
+        for e, agent in enumerate(self.agents):
             for i in range(first + e * count, first + (e + 1) * count):
                 agent.fetch(fetched(i, source, [i % BLOCKS], TOKENS))
 
@@ -115,7 +96,7 @@ class LoadEngine:
 
     def links(self) -> int:
         """Return how many links are up."""
-        return sum(link.up for agent in self._agents for link in agent.links())
+        return sum(link.up for agent in self.agents for link in agent.links())
 
     def until(self, released: int, seconds: float) -> dict[str, Any]:
         """Wait until this many transfers are released, return how they ended, and forget them."""
@@ -130,7 +111,7 @@ class LoadEngine:
 
     def listen(self, timeout: float = 0.0) -> None:
         """Take in what has ended; if nothing has, wait for that, at each engine."""
-        for agent in self._agents:
+        for agent in self.agents:
             for event in agent.events(timeout):
                 if isinstance(event, Ended):
                     kind = str(event.outcome.kind or "delivered")
@@ -157,8 +138,32 @@ class LoadEngine:
             "descriptors": descriptors_open(),
         }
 
-    def close(self) -> None:
-        """End all engines."""
-        for agent in self._agents:
-            agent.close()
-        self._directory.close()
+
+class Producer(AgentEngine):
+    """Offers prompts chunk by chunk, as if it computed them.
+
+    Args:
+        config: Settings of kvxfer.
+        facts: What its KV depends on.
+    """
+
+    def __init__(self, config: dict[str, Any], facts: dict[str, str]) -> None:
+        pool = Pool(PROMPTS, POOL_BLOCKS)
+        pool.fill()
+        super().__init__(Config.from_mapping(config), name="producer", facts=facts, caches=(pool.cache,))
+
+    def compute(self, transfer: TransferId, digest: bytes, tokens: int, chunks: int = 1, seconds: float = 0.0) -> None:
+        """Compute a prompt in so many chunks, which take this long together, and offer them one by one."""
+        begun, (agent,) = time.monotonic(), self.agents
+        for chunk in range(1, chunks + 1):
+            sleep_until(begun + seconds * chunk / chunks)
+            last = chunk == chunks
+            done = tokens if last else tokens * chunk // chunks // PROMPTS.block_tokens * PROMPTS.block_tokens
+            table = BlockTable.of([range(PROMPTS.prompt_blocks(done))])
+            agent.offer(Offer(transfer, digest, FIRST, done, table, last))
+            agent.events()
+
+
+def sleep_until(ends: float) -> None:
+    """Sleep until a time of the monotonic clock."""
+    time.sleep(max(0.0, ends - time.monotonic()))

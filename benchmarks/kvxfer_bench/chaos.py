@@ -8,20 +8,15 @@ byte, on all ranks; all blocks come back, and nobody writes to them afterwards.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections import Counter
 from contextlib import closing
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kvxfer.cli.terminal import Say, progress, silent
-from kvxfer.errors import ConfigError
 from kvxfer_bench.options import Backend, Device, Json, Minutes, Seed
-from kvxfer_bench.ranked import LoadResult
-from kvxfer_bench.world import RankedWorld
+from kvxfer_bench.world import LoadResult, RankedWorld, conclude, counted
 
 PRODUCERS = {"producer-1": 1, "producer-2": 2}
 CONSUMERS = {"consumer-1": 1, "consumer-2": 2}
@@ -30,6 +25,8 @@ BLOCKS = 256
 """Blocks of an engine: few enough that a block that is given back is soon lent again."""
 LOAD = 3
 """Transfers that begin in each turn between each producer and each consumer."""
+EVERY_S = 2.0
+"""Mean time between two kills or stops."""
 SAY_S = 10.0
 
 
@@ -108,31 +105,10 @@ def measure(
 
 
 def chaos(
-    minutes: Minutes = 5.0,
-    every: Annotated[float, typer.Option(help="Mean seconds between two kills or stops.", min=0.1)] = 2.0,
-    seed: Seed = 0,
-    backend: Backend = "tcp",
-    device: Device = "cpu",
-    integrity: Annotated[str, typer.Option(help="How transfers are checked: off, sample or full.")] = "full",
-    as_json: Json = False,
+    minutes: Minutes = 5.0, seed: Seed = 0, backend: Backend = "tcp", device: Device = "cpu", as_json: Json = False
 ) -> None:
     """Kill, stop and preempt engines of one and two ranks, and fail if a byte is wrong, a load is late or a block is lost."""
-    if integrity not in ("off", "sample", "full"):
-        raise ConfigError(f"--integrity must be off, sample or full, not {integrity!r}")
-    settings = {"backend": backend, "integrity": integrity, "staging_bytes": 4 << 20}
-    found = measure(60 * minutes, every, seed, settings, device, progress())
-    if as_json:
-        typer.echo(json.dumps(found))
-    else:
-        typer.echo(f"outcomes: {_counts(found['outcomes'])}")
-        typer.echo(
-            f"faults: {_counts(found['faults'])}; no outcome came more than {found['worst_late_s']} s after its deadline"
-        )
-        for complaint in found["complaints"]:
-            typer.echo(f"wrong: {complaint}")
-    if found["complaints"]:
-        raise typer.Exit(1)
-
-
-def _counts(found: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in found.items()) or "none"
+    found = measure(60 * minutes, EVERY_S, seed, {"backend": backend}, device, progress())
+    late = f"no outcome came more than {found['worst_late_s']} s after its deadline"
+    text = f"outcomes: {counted(found['outcomes'])}\nfaults: {counted(found['faults'])}; {late}"
+    conclude(found, as_json, text)

@@ -7,7 +7,6 @@ Most transfers go well; some are cancelled, revoked, computed again, never fetch
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -21,9 +20,8 @@ from kvxfer.cli.terminal import Say, progress, silent
 from kvxfer.failures import FailureKind
 from kvxfer.settings import json_object
 from kvxfer_bench.options import Backend, BackendOptions, Device, Json, Minutes
-from kvxfer_bench.ranked import LoadResult
 from kvxfer_bench.table import tables
-from kvxfer_bench.world import TIMES, TURN_S, RankedWorld
+from kvxfer_bench.world import SETTINGS, TURN_S, LoadResult, RankedWorld, conclude, counted
 
 WATCHED = ("producer", "consumer")
 MORTAL = ("mortal producer", "mortal consumer")
@@ -72,7 +70,7 @@ def measure(
         Samples over time, counts, and complaints, which are empty if nothing grew and nothing went wrong.
     """
     rng = random.Random()
-    config = {"backend": backend, "backend_options": options or {}, "staging_bytes": 4 << 20, "integrity": "full"}
+    config = {"backend": backend, "backend_options": options or {}}
     outcomes: Counter[str] = Counter()
     late: list[str] = []
     meant_well: set[int] = set()
@@ -124,7 +122,7 @@ def measure(
         for name in MORTAL:
             world.kill(name)
         world.rest()
-        over = time.monotonic() + TIMES["lease"]
+        over = time.monotonic() + SETTINGS["lease"]
         while sample()["producer"]["leases"] and time.monotonic() < over:
             time.sleep(TURN_S)  # for leases of transfers that were asked for and never offered
         rest = look_alone()
@@ -180,23 +178,17 @@ def soak(
     """Run a steady load with aborts and restarts, print what two engines hold over time, and fail if anything grows."""
     chosen = json_object(options, "--options")
     found = measure(60 * minutes, restart, backend, chosen, device, progress())
-    if as_json:
-        typer.echo(json.dumps(found))
-    else:
-        _show(found)
-    if found["complaints"]:
-        raise typer.Exit(1)
+    conclude(found, as_json, _shown(found))
 
 
-def _show(found: dict[str, Any]) -> None:
+def _shown(found: dict[str, Any]) -> str:
     alone = [{"seconds": "alone", **found["alone"]}] if found["alone"] else []
     samples = [*alone, *found["samples"], {"seconds": "at rest", **found["at_rest"]}]
-    for who in WATCHED:
-        rows = ({"seconds": row["seconds"]} | {f.replace("_", " "): row[who][f] for f in FIGURES} for row in samples)
-        typer.echo(f"{who}\n\n{tables(rows)}\n")
-    outcomes = ", ".join(f"{n} {kind}" for kind, n in found["outcomes"].items())
-    typer.echo(f"{found['restarts']} restarts; outcomes on the consumer: {outcomes}")
-    for complaint in found["complaints"]:
-        typer.echo(f"wrong: {complaint}")
+    parts = [
+        f"{who}\n\n{tables({'seconds': row['seconds']} | {f: row[who][f] for f in FIGURES} for row in samples)}\n"
+        for who in WATCHED
+    ]
+    parts.append(f"{found['restarts']} restarts; outcomes on the consumer: {counted(found['outcomes'])}")
     if not found["complaints"]:
-        typer.echo("passed: nothing grew, all blocks came back, no byte was wrong")
+        parts.append("passed: nothing grew, all blocks came back, no byte was wrong")
+    return "\n".join(parts)

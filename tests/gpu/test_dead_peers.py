@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from kvxfer.config import Config
 from kvxfer.testing.remote import Remote
-from kvxfer_bench.transfer.engine import BenchEngine, Setup
+from kvxfer_bench.transfer.engine import BenchEngine
 from kvxfer_bench.transfer.shapes import MODELS, Request
 from tests.conftest import require
 
@@ -38,7 +39,7 @@ class BusyEngine(BenchEngine):
             threading.Thread(target=self._multiply, daemon=True).start()
 
     def _multiply(self) -> None:
-        device = self._setup.device
+        device = self._pool.device
         x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
         y, ahead, stream = torch.empty_like(x), [], torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -68,18 +69,17 @@ def in_use() -> list[int]:
 )
 def test_memory_of_killed_producers(backend: str, options: dict[str, Any], first_kept: int, keeps: bool) -> None:
     require(backend)
+    config = Config(backend=backend, backend_options=options, staging_bytes=STAGING)
     model = MODELS["llama-3-8b"]
     request = Request(model, 1024)
     with ExitStack() as engines:
 
         def engine(role: Any, device: str) -> Remote:
-            setup = Setup(role, backend, options, model, request.blocks, device, STAGING)
-            made = Remote(role, BusyEngine, setup)
+            made = Remote(role, BusyEngine, role, config, model, request.blocks, device)
             engines.callback(made.close)
             return made
 
         consumer, producer = engine("consumer", "cuda:1"), engine("producer", "cuda:0")
-        consumer("know", producer("cache"))
         consumer("open_agent", "off")
         numbers = iter(range(1, 1 << 20))
 
@@ -94,16 +94,14 @@ def test_memory_of_killed_producers(backend: str, options: dict[str, Any], first
 
         used = []
         for _ in range(DEATHS):
-            producer("know", consumer("cache"))
             source = producer("open_agent", "off")
             fetches(3)
             successor = engine("producer", "cuda:0")
-            successor("cache")
+            successor.wait()
             producer.kill()
             time.sleep(2.0)
             used.append(in_use())
             producer = successor
-        producer("know", consumer("cache"))
         source = producer("open_agent", "off")
         took = {}
         for busy in (False, True):

@@ -63,7 +63,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvxfer.engine.side_channel import SideChannel
 from kvxfer.geometry import Rank
 from kvxfer.values import BlockTable
-from kvxfer_bench.vllm.played_core import output_of
+from kvxfer_bench.vllm.played import output_of
 from kvxfer_vllm import KVXferConnector
 from kvxfer_vllm.content.adapters import LoadedAdapters, adapter_loaded
 from kvxfer_vllm.internals import TAKES_LOADED_WINDOWS

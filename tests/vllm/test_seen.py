@@ -33,16 +33,16 @@ def test_no_step_passes_between_the_end_of_a_load_and_its_being_seen(overlap: bo
 def engine(request: pytest.FixtureRequest) -> Iterator[DecodeEngine]:
     """One whose request is on its way from a producer that computes it in six seconds."""
     with engines({"backend": "cma"}, 0.005, request.param) as (engine, producer, source):
-        slow, prompt = engine.load_from(source, "slow", 1024, 60, 6.0)
-        producer.send("compute", prompt)
-        engine.add(slow)
+        slow, prompt = engine.load_from(source, "slow", 1024)
+        producer.send("compute", *prompt, 60, 6.0)
+        engine.scheduler.add_request(slow)
         yield engine
         producer.get()
 
 
 def seconds(engine: DecodeEngine) -> float:
     begun = time.monotonic()
-    engine.step()
+    engine.make_step()
     return time.monotonic() - begun
 
 
@@ -56,17 +56,17 @@ def test_a_step_without_anybody_else_waits_and_whoever_comes_ends_the_wait(
 ) -> None:
     until(lambda: seconds(engine) >= 0.04)  # the load is on its way
     assert statistics.median(seconds(engine) for _ in range(5)) >= 0.04, "nothing else is to be done"
-    engine.core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+    engine.input_queue.put((EngineCoreRequestType.WAKEUP, None))
     assert statistics.median(seconds(engine) for _ in range(5)) >= 0.04, (
         "the engine has been woken, and nobody has come"
     )
-    engine.core.input_queue.get()
+    engine.input_queue.get()
     wait_for_the_load(monkeypatch)
     arrival = EngineCoreRequestType.ADD, None
-    engine.core.input_queue.put(arrival)
+    engine.input_queue.put(arrival)
     assert max(seconds(engine) for _ in range(9)) < 3.0, "somebody has come, who is not looked at yet"
-    engine.core.input_queue.get()
-    threading.Timer(0.01, engine.core.input_queue.put, (arrival,)).start()
+    engine.input_queue.get()
+    threading.Timer(0.01, engine.input_queue.put, (arrival,)).start()
     assert seconds(engine) < 3.0, "somebody comes during the wait"
 
 
@@ -74,9 +74,9 @@ def test_a_request_that_is_to_be_computed_is_not_held_up_by_a_load(
     engine: DecodeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(4):
-        engine.step()
+        engine.make_step()
     other = engine.request("other", 16, 64)
-    engine.add(other)
+    engine.scheduler.add_request(other)
     wait_for_the_load(monkeypatch)
     assert max(seconds(engine) for _ in range(20)) < 3.0
     assert other.request_id in engine.computed and other.num_output_tokens > 5

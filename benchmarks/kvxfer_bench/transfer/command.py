@@ -11,26 +11,18 @@ import numpy as np
 import typer
 
 from kvxfer.cli.host import check_memory
-from kvxfer.cli.terminal import Say, progress, silent
-from kvxfer.config import Integrity
+from kvxfer.cli.terminal import Say, progress
+from kvxfer.config import Config, Integrity
 from kvxfer.data.policy import default_staging
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
 from kvxfer_bench.options import Backend, BackendOptions, Device, Json
-from kvxfer_bench.transfer.pair import Pair, cache_devices, pair
-from kvxfer_bench.transfer.shapes import MODELS, Model, Request
+from kvxfer_bench.transfer.engine import Pair, pair
+from kvxfer_bench.transfer.shapes import MODELS, Model, Request, cache_devices
 
 
 def measure(
-    backend: str,
-    options: dict[str, Any],
-    device: str,
-    tokens: int,
-    model: str,
-    repeat: int,
-    staging_bytes: int | None,
-    integrity: Integrity = "off",
-    say: Say = silent,
+    config: Config, device: str, tokens: int, model: str, repeat: int, integrity: Integrity, say: Say
 ) -> dict[str, Any]:
     """Run the benchmark, and its session part also with ``integrity``; ``say`` is told what is being measured.
 
@@ -40,10 +32,10 @@ def measure(
     shape = MODELS[model]
     where = cache_devices(device)
     cache = shape.cache_blocks(tokens) * shape.page * shape.layers
-    check_memory(where, cache + (staging_bytes or default_staging(where[0])), f"--tokens {tokens}")
+    check_memory(where, cache + (config.staging_bytes or default_staging(where[0])), f"--tokens {tokens}")
     request = Request(shape, tokens)
     out: dict[str, Any] = {
-        "backend": backend,
+        "backend": config.backend,
         "device": device,
         "devices": where,
         "model": model,
@@ -54,7 +46,7 @@ def measure(
         "raw_copy_GB_per_s": _raw_copy(where, request.nbytes),
     }
     say(f"starting two processes, each with {request.blocks} blocks of {model}")
-    with pair(backend, options, shape, request.blocks, where, staging_bytes) as both:
+    with pair(config, shape, request.blocks, where) as both:
         say(f"moving {request.nbytes / 2**20:.0f} MiB with the back end alone")
         out |= _transport(both, request.src, request.dst, repeat)
         say("between two agents")
@@ -62,7 +54,7 @@ def measure(
     # The same bytes as one run in one block: what the back end can do when nothing is scattered.
     say("with the back end alone, as one message")
     whole = Model(1, 1, out["kv_bytes"], 1)
-    with pair(backend, options, whole, 1, where, staging_bytes) as both:
+    with pair(config, whole, 1, where) as both:
         one = _transport(both, np.zeros(1, np.int64), np.zeros(1, np.int64), repeat)
     out["one_message_GB_per_s"] = one["transport_GB_per_s"]
     for figure in ("transport", "session", "one_message"):
@@ -168,8 +160,8 @@ def transfer(
     if integrity not in get_args(Integrity):
         raise ConfigError(f"--integrity must be one of {', '.join(get_args(Integrity))}, not {integrity!r}")
     chosen = json_object(options, "--options")
-    checked = cast(Integrity, integrity)
-    out = measure(backend, chosen, device, tokens, model, repeat, staging_bytes, checked, progress())
+    config = Config(backend=backend, backend_options=chosen, staging_bytes=staging_bytes)
+    out = measure(config, device, tokens, model, repeat, cast(Integrity, integrity), progress())
     if as_json:
         typer.echo(json.dumps(out))
         return

@@ -1,4 +1,4 @@
-"""One side of a transfer benchmark, in a process of its own, driven by ``transfer.py``.
+"""The two sides of a transfer benchmark, each in a process of its own, and what a round costs.
 
 There are two figures. *Transport*: both data threads are given the same part; the time runs from when the later one starts on it to
 the later end. *Session*: the producer has offered and the consumer fetches; the time runs from when the consumer hears of the offer
@@ -7,10 +7,11 @@ to the outcome. Rounds follow each other immediately, as under load.
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,19 +20,20 @@ import numpy as np
 
 from kvxfer.block_table import Ints
 from kvxfer.config import Config, Integrity
-from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, SlotNews
+from kvxfer.data.commands import Connect, Connected, EndpointMade, MakeEndpoint, SlotMessage, SlotNews
 from kvxfer.data.data_thread import DataThread
 from kvxfer.data.part_ends import Limits
 from kvxfer.data.policy import LinkPolicy, stager
+from kvxfer.errors import KvxferError
 from kvxfer.flag import Flag
-from kvxfer.geometry import Cache, CopyPlan, Planner, ShardAssignment
+from kvxfer.geometry import Cache, Planner, ShardAssignment
 from kvxfer.identity import Source, TransferId
-from kvxfer.protocol import messages as m
 from kvxfer.protocol.parts import piece_bytes
-from kvxfer.protocol.values import Move, Moved, PartRef, Role
+from kvxfer.protocol.values import LinkInfo, Move, Moved, PartRef, Role
 from kvxfer.testing.engine import AgentEngine
+from kvxfer.testing.remote import Remote
 from kvxfer.transport import Verb, load
-from kvxfer_bench.agents import BASE, await_end, fetched, offered
+from kvxfer_bench.agents import BASE, fetched, offered
 from kvxfer_bench.transfer.shapes import Model, Pool
 
 T, LINK = TransferId(BASE, 0), b"link"
@@ -63,72 +65,65 @@ class Meeting:
                 raise TimeoutError("the other side did not come to the next round")
         self._there = False
 
-    def tell(self, *words: int | None) -> None:
-        """Send words to the other side."""
-        self.pipe.send(words)
-
-    def hear(self) -> Any:
-        """Return the next words of the other side, or ``None`` if it has come for the next round."""
-        words = self.pipe.recv()
-        self._there |= words is None
-        return words
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a ``BenchEngine`` is made of."""
-
-    role: Role
-    backend: str
-    options: dict[str, Any]
-    model: Model
-    blocks: int  # of the cache
-    device: str  # of the cache
-    staging_bytes: int | None  # None for an engine's default
+    def hear(self) -> SlotMessage | None:
+        """Return the next message of the other side, or ``None`` if it has come for the next round."""
+        message: SlotMessage | None = self.pipe.recv()
+        self._there |= message is None
+        return message
 
 
 class BenchEngine:
-    """One of the two engines of a transfer benchmark. Its methods are called one after the other, on one thread."""
+    """One of the two engines of a transfer benchmark. Its methods are called one after the other, on one thread.
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._pool = Pool(setup.model, setup.blocks, setup.device)
-        if setup.role == "producer":
+    Args:
+        role: Which.
+        config: Its settings, but for the time that a transfer may take.
+        model: The shape of its cache.
+        blocks: The blocks of its cache.
+        device: Where that is.
+    """
+
+    def __init__(self, role: Role, config: Config, model: Model, blocks: int, device: str) -> None:
+        self._role, self._pool = role, Pool(model, blocks, device)
+        if role == "producer":
             self._pool.fill()
-        self._config = Config(
-            backend=setup.backend,
-            backend_options=setup.options,
-            transfer_timeout=WAIT_S,
-            staging_bytes=setup.staging_bytes,
-        )
+        self._config = msgspec.structs.replace(config, transfer_timeout=WAIT_S)
         self._engines: dict[Integrity, AgentEngine] = {}
         self._data: DataThread | None = None
         self._rounds = 0
 
     # --- transport -------------------------------------------------------------------------------------------------
 
-    def open_data_thread(self) -> bytes:
-        """Start a data thread; return the endpoint for the other side."""
+    def open_data_thread(self) -> tuple[bytes, Cache]:
+        """Start a data thread; return the endpoint for the other side, and the cache."""
         backend = load(self._config.backend)
         self._results: deque[tuple[float, Any]] = deque()
         self._news = Flag()
         cache = self._pool.cache
         self._data = DataThread(
             self._config.backend,
-            lambda: backend(self._setup.role, self._config.backend_options),
+            lambda: backend(self._role, self._config.backend_options),
             cache.regions,
             stager(cache, self._config.staging_bytes),
             self._note,
             Limits(grace=5.0, quarantine=1 << 62),
         )
         self._policy = LinkPolicy.of(self._config.backend, *self._data.start(WAIT_S), cache)
-        self._data.post(MakeEndpoint(LINK, 1, self._config.backend, self._setup.role))
+        self._data.post(MakeEndpoint(LINK, 1, self._config.backend, self._role))
         self._mine = bytes(self._take(EndpointMade).endpoint)
-        return self._mine
+        return self._mine, cache
 
-    def connect(self, theirs: bytes) -> str:
-        """Link this data thread to the other side's; return the mode in which parts are moved."""
+    def connect(self, theirs: bytes, other: Cache) -> str:
+        """Link this data thread to the other side's; return the mode in which parts are moved.
+
+        What depends only on the two caches is computed once, as on a link between agents.
+        """
         assert self._data is not None
+        cache = self._pool.cache
+        source, sink = (cache, other) if self._role == "producer" else (other, cache)
+        view = cache.views[0]
+        assignments = [ShardAssignment(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
+        self._planner = Planner(source, sink, assignments)
         self._data.post(Connect(LINK, 1, self._mine, theirs))
         self._take(Connected)
         return self._policy.mode
@@ -144,25 +139,22 @@ class BenchEngine:
 
     def _move(self, src: Ints, dst: Ints, peer: Meeting) -> dict[str, float]:
         assert self._data is not None
-        producer, mode = self._setup.role == "producer", self._policy.mode
-        plan = self._plan(src, dst)
-        info = _Info(self._policy.piece_bytes, self._policy.stage_below, self._planner)
-        piece = piece_bytes(plan, info)  # type: ignore[arg-type]
+        policy, mode = self._policy, self._policy.mode
+        plan = self._planner.plan((src,), (dst,), 0, len(src) * self._pool.model.block_tokens)
+        link = LinkInfo(mode, self._planner, piece_bytes=policy.piece_bytes, stage_below=policy.stage_below)
+        piece = piece_bytes(plan, link)
         incoming = {"read": Verb.READ, "write": Verb.WRITE if piece else None, "sendrecv": Verb.RECV}[mode]
         outgoing = {"read": Verb.READ if piece else None, "write": Verb.WRITE, "sendrecv": Verb.SEND}[mode]
-        verb = outgoing if producer else incoming
+        verb = outgoing if self._role == "producer" else incoming
         begun = done = 0.0
         self._rounds += 1
         if incoming and outgoing:
             peer.meet()
         if verb is not None:
-            ref = PartRef(self._setup.role, LINK, T, 1, self._rounds)
+            ref = PartRef(self._role, LINK, T, 1, self._rounds)
             self._data.post(Move(ref, verb, plan, self._rounds, piece))
             begun, done = self._until_moved(ref, peer)
         return {"begun": begun, "done": done, "bytes": plan.nbytes, "staged": float(bool(piece))}
-
-    def _plan(self, src: Ints, dst: Ints) -> CopyPlan:
-        return self._planner.plan((src,), (dst,), 0, len(src) * self._pool.cache.groups[0].block_tokens)
 
     def _note(self, result: Any) -> None:
         """On the data thread."""
@@ -173,18 +165,16 @@ class BenchEngine:
         """Pass messages about staged pieces between the two data threads until a part has moved; return its start and end."""
         assert self._data is not None
         while ready := wait([self._news.fileno(), peer.pipe], WAIT_S):
-            if peer.pipe in ready and (words := peer.hear()) is not None:
-                self._data.post(_news(ref, *words))
+            if peer.pipe in ready and (message := peer.hear()) is not None:
+                self._data.post(SlotNews(ref, message))
             for at, result in self._heard():
                 match result:
                     case Moved(failure=None, seconds=seconds):
                         return at - seconds, at
                     case Moved(failure=why):
                         raise RuntimeError(f"the part ended with: {why}")
-                    case SlotNews(said=m.SlotReady(piece=piece, offset=offset, nbytes=nbytes)):
-                        peer.tell(piece, offset, nbytes)
-                    case SlotNews(said=m.SlotFree(piece=piece)):
-                        peer.tell(piece, None, None)
+                    case SlotNews(said=message):
+                        peer.pipe.send(message)
         raise TimeoutError("the part did not end")
 
     def _heard(self) -> Iterator[tuple[float, Any]]:
@@ -209,12 +199,12 @@ class BenchEngine:
             self._data.close(10.0)
             self._data = None
         config = msgspec.structs.replace(self._config, integrity=integrity)
-        made = self._engines[integrity] = AgentEngine(config, name=self._setup.role, caches=(self._pool.cache,))
+        made = self._engines[integrity] = AgentEngine(config, name=self._role, caches=(self._pool.cache,))
         return made.source
 
     def offer(self, numbers: Sequence[int], src: Ints) -> None:
         """Offer transfers on the agents of all ways of checking."""
-        tokens = len(src) * self._setup.model.block_tokens
+        tokens = len(src) * self._pool.model.block_tokens
         for number in numbers:
             for made in self._engines.values():
                 made.agents[0].offer(offered(number, src, tokens))
@@ -231,12 +221,14 @@ class BenchEngine:
         return [{way: self._fetch(way, n, dst, source) for way, source in sources.items()} for n in numbers]
 
     def _fetch(self, integrity: Integrity, number: int, dst: Ints, source: Source) -> dict[str, float]:
-        agent = self._engines[integrity].agents[0]
-        spec = fetched(number, source, dst, len(dst) * self._setup.model.block_tokens)
+        engine = self._engines[integrity]
+        spec = fetched(number, source, dst, len(dst) * self._pool.model.block_tokens)
         begun = time.perf_counter()
-        agent.fetch(spec)
+        engine.agents[0].fetch(spec)
         called = time.perf_counter()
-        event = await_end(agent, WAIT_S)
+        event = engine.over(spec.handle, WAIT_S)
+        if not event.outcome.delivered:
+            raise KvxferError(f"a transfer was not delivered: {event.outcome}")
         return {
             "fetch_s": event.seconds,
             "session_s": event.seconds - event.waited,
@@ -245,20 +237,6 @@ class BenchEngine:
         }
 
     # --- both ------------------------------------------------------------------------------------------------------
-
-    def cache(self) -> Cache:
-        return self._pool.cache
-
-    def know(self, other: Cache) -> None:
-        """Learn the other side's cache, before anything is moved.
-
-        What depends only on the two caches is computed once, as on a link between agents.
-        """
-        cache = self._pool.cache
-        source, sink = (cache, other) if self._setup.role == "producer" else (other, cache)
-        view = cache.views[0]
-        assignments = [ShardAssignment(0, 0, view.layers, 0, 1 if view.heads is None else view.heads.count)]
-        self._planner = Planner(source, sink, assignments)
 
     def clear(self) -> None:
         """Set the cache to zero."""
@@ -276,13 +254,70 @@ class BenchEngine:
             made.close()
 
 
-@dataclass(frozen=True)
-class _Info:
-    piece_bytes: int
-    stage_below: int
-    planner: Planner
+class Pair:
+    """A producer and a consumer, each a ``BenchEngine`` in a process of its own.
+
+    Times are in seconds, from when the later one began to when the later one was done.
+    """
+
+    def __init__(self, producer: Remote, consumer: Remote) -> None:
+        self.producer, self.consumer = producer, consumer
+
+    def connect(self) -> str:
+        """Start a data thread on both sides and link them; return the mode in which parts are moved."""
+        p, d = self.producer, self.consumer
+        ends = p("open_data_thread"), d("open_data_thread")
+        p.send("connect", *ends[1])
+        d("connect", *ends[0])
+        return str(p.get())
+
+    def move(self, src: Ints, dst: Ints, rounds: int = 1) -> tuple[list[float], dict[str, Any]]:
+        """Move the blocks with the back end.
+
+        Returns:
+            The time of each round, and what the producer reports about the last.
+        """
+        one, two = mp.get_context("spawn").Pipe()
+        with one, two:
+            self.producer.send("move", src, dst, one, rounds)
+            self.consumer.send("move", src, dst, two, rounds)
+            ours, theirs = self.answers()
+        return [
+            max(s["done"] for s in sides) - max(s["begun"] for s in sides) for sides in zip(ours, theirs, strict=True)
+        ], ours[-1]
+
+    def expect(self, dst: Ints, src: Ints, what: str) -> None:
+        """Check that the consumer's blocks are the producer's.
+
+        Raises:
+            KvxferError: A byte differs.
+        """
+        if not self.consumer("matches", dst, src):
+            raise KvxferError(f"the {what} run delivered wrong bytes")
+
+    def answers(self) -> tuple[Any, Any]:
+        """Return both answers.
+
+        Raises:
+            KvxferError: One has failed; if both have, it has both reasons.
+        """
+        try:
+            ours = self.producer.get()
+        except KvxferError as first:
+            try:
+                self.consumer.get()
+            except KvxferError as second:
+                raise KvxferError(f"{first}; {second}") from None
+            raise
+        return ours, self.consumer.get()
 
 
-def _news(ref: PartRef, piece: int, offset: int | None, nbytes: int | None) -> SlotNews:
-    of = ref[2:]
-    return SlotNews(ref, m.SlotFree(*of, piece) if nbytes is None else m.SlotReady(*of, piece, offset, nbytes))
+@contextmanager
+def pair(config: Config, model: Model, blocks: int, where: tuple[str, str]) -> Iterator[Pair]:
+    """Start two processes, each with a cache of ``blocks`` blocks, on the devices ``where``."""
+    with ExitStack() as stack:
+        made = []
+        for role, device in zip(("producer", "consumer"), where, strict=True):
+            made.append(Remote(role, BenchEngine, role, config, model, blocks, device))
+            stack.callback(made[-1].close)
+        yield Pair(*made)

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.block_table import Ints
+from kvxfer.errors import ConfigError
 from kvxfer.geometry import Cache, Rank
+from kvxfer.memory import devices_of
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: makes the words of consecutive indices unlike
 
@@ -133,3 +135,15 @@ class Pool:
     def _settle(self) -> None:
         if self._xp is not np:
             self._xp.cuda.synchronize(self.device)
+
+
+def cache_devices(device: str) -> tuple[str, str]:
+    """Return the devices of the two caches for a kind of device: two devices, or one for both if there is only one.
+
+    Raises:
+        ConfigError: No such device is here.
+    """
+    here = devices_of(device)
+    if not here:
+        raise ConfigError(f"--device {device}: no device of kind {device!r} is here")
+    return here[0], here[min(1, len(here) - 1)]

@@ -16,6 +16,7 @@ import typer
 
 from kvxfer.config import Config
 from kvxfer_bench.options import Backend, Json
+from kvxfer_bench.table import tables
 
 OTHERS = 8
 WARM_UP = 3
@@ -52,13 +53,13 @@ def measure(
     further, computed, unseen = [], [], []
     with engines(settings, step_ms / 1000, overlap) as (engine, producer, source):
         for i in range(others):
-            engine.add(engine.request(f"other{i}", 16, 1 << 14))
+            engine.scheduler.add_request(engine.request(f"other{i}", 16, 1 << 14))
         for i in range(rounds + WARM_UP):
             request, prompt = engine.load_from(source, f"load{i}", tokens)
-            producer("compute", prompt)
-            engine.step()
+            producer("compute", *prompt)
+            engine.make_step()
             begun, first = time.monotonic(), engine.steps + 1
-            engine.add(request)
+            engine.scheduler.add_request(request)
             engine.until(request.request_id)
             step, computing = engine.computed[request.request_id]
             further.append(step - first)
@@ -103,15 +104,11 @@ def handover(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    for way, words in WAYS.items():
-        typer.echo(f"{words}: {found[f'extra_steps_{way}']} further steps at most")
-        for mode in MODES:
-            spent = ", ".join(f"{stage} {us}" for stage, us in found[way][mode]["spent_us"].items())
-            typer.echo(f"  {mode}: {found[way][mode]['further_steps']}; µs from one stage to the next: {spent}")
-    for way, words in WAYS.items():
-        for mode in MODES:
-            spent = found["idle"][way][mode]["spent_us"]
-            typer.echo(
-                f"{words}, nothing else to do, {mode}: {spent['seen']} µs from the end of a load until the scheduler knows, "
-                f"{spent['computed']} until it is computed"
-            )
+    typer.echo("\nFurther steps of each load, and µs from one stage to the next:\n")
+    rows = [
+        {"loads": f"{words}, {mode}", "others": others, "further steps": one["further_steps"], **one["spent_us"]}
+        for where, others in ((found, OTHERS), (found["idle"], 0))
+        for way, words in WAYS.items()
+        for mode, one in where[way].items()
+    ]
+    typer.echo(tables(rows))

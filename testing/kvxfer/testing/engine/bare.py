@@ -52,9 +52,9 @@ class AgentEngine:
         """Where other engines find it."""
         return self.directory.source
 
-    def events(self, rank: int = 0) -> list[Event]:
-        """Return all events of a rank so far."""
-        self.seen.setdefault(rank, []).extend(self.agents[rank].events())
+    def events(self, rank: int = 0, timeout: float = 0.0) -> list[Event]:
+        """Return all events of a rank so far; wait for a new one for up to ``timeout`` seconds."""
+        self.seen.setdefault(rank, []).extend(self.agents[rank].events(timeout))
         return self.seen[rank]
 
     def wait(self, sort: type, rank: int = 0, count: int = 1, timeout: float = 60.0, **fields: Any) -> list[Any]:
@@ -63,13 +63,13 @@ class AgentEngine:
         Raises:
             AssertionError: They do not come in time.
         """
-        end = time.monotonic() + timeout
+        end, seen = time.monotonic() + timeout, self.events(rank)
         while time.monotonic() < end:
-            of_sort = [e for e in self.events(rank) if isinstance(e, sort)]
+            of_sort = [e for e in seen if isinstance(e, sort)]
             found = [e for e in of_sort if all(getattr(e, name) == value for name, value in fields.items())]
             if len(found) >= count:
                 return found
-            time.sleep(0.002)
+            seen = self.events(rank, max(0.0, end - time.monotonic()))
         raise AssertionError(f"{count} x {sort.__name__} {fields} did not come within {timeout} s: {self.events(rank)}")
 
     def over(self, handle: Handle, timeout: float = 60.0, rank: int = 0) -> Ended:
