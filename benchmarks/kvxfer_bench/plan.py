@@ -36,25 +36,20 @@ class RankLayout:
 
     def cache(self, tokens: int) -> Cache:
         """Describe the cache in one region, with a fifth more blocks than the request needs."""
-        (lo, hi), d, n, layers = self.heads, HEAD_BYTES, self.block_tokens, LAYERS
-        h, blocks = hi - lo, -(-tokens // n) * 6 // 5 + 1
-        page = n * h * 2 * d
-        # Bytes from one block to the next, one layer to the next, K to V, one head to the next, one token to the next.
-        block, layer, v, head, token = {
-            "LBNHC": (page, blocks * page, d, 2 * d, h * 2 * d),
-            "LBHNC": (page, blocks * page, d, n * 2 * d, 2 * d),
-            "BLNHC": (layers * page, page, d, 2 * d, h * 2 * d),
-            "BLHNC": (layers * page, page, d, n * 2 * d, 2 * d),
-            "2BNHD": (page // 2, blocks * page, blocks * page // 2, d, h * d),
-            "B2NHD": (page, blocks * page, page // 2, d, h * d),
-        }[self.layout]
-        names = tuple(f"layer.{i}" for i in range(layers))
+        (lo, hi), n = self.heads, self.block_tokens
+        blocks = -(-tokens // n) * 6 // 5 + 1
+        sizes = {"L": LAYERS, "B": blocks, "N": n, "H": hi - lo, "2": 2}
+        axes = self.layout.replace("C", "2").removesuffix("D")
+        step, nbytes = dict[str, int](), HEAD_BYTES  # from one to the next along each axis
+        for axis in reversed(axes if "L" in axes else f"L{axes}"):
+            step[axis], nbytes = nbytes, nbytes * sizes[axis]
+        names, heads = tuple(f"layer.{i}" for i in range(LAYERS)), Heads(lo, hi - lo, HEADS, step["H"])
 
         def view(plane: str, at: int) -> View:
-            offsets = tuple(i * layer + at for i in range(layers))
-            return View(plane, 0, names, offsets, blocks, block, d, "bf16", Heads(lo, h, HEADS, head), token)
+            offsets = tuple(i * step["L"] + at for i in range(LAYERS))
+            return View(plane, 0, names, offsets, blocks, step["B"], HEAD_BYTES, "bf16", heads, step["N"])
 
-        return Cache((Region(0, layers * blocks * page),), (Group(n),), (view("k", 0), view("v", v)))
+        return Cache((Region(0, nbytes),), (Group(n),), (view("k", 0), view("v", step["2"])))
 
     def __str__(self) -> str:
         lo, hi = self.heads
@@ -159,20 +154,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    rows = (
-        {
-            "producer": p["producer"],
-            "consumer": p["consumer"],
-            "cold ms": f"{p['cold_ms']:.2f}",
-            "warm ms": f"{p['warm_ms']:.2f}",
-            "ns/run": "" if p["runs_ns_per_run"] is None else f"{p['runs_ns_per_run']:.1f}",
-            "rows": f"{p['rows']:,}",
-            "copies": p["copies"],
-            "plan KiB": f"{p['plan_bytes'] / 1024:,.0f}",
-        }
-        for p in found["pairs"]
-    )
     typer.echo(
-        f"{tables(rows)}\n\nworst pair: {found['worst_cold_ms']:.2f} ms cold, {found['worst_warm_ms']:.2f} ms warm, "
+        f"{tables(found['pairs'])}\n\nworst pair: {found['worst_cold_ms']:.2f} ms cold, {found['worst_warm_ms']:.2f} ms warm, "
         f"{found['worst_runs_ns_per_run']:.1f} ns per run"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxfer_bench import steps
+from kvxfer_bench.control import calls
 
 MOST = {
     "offer": 11,
@@ -26,6 +26,6 @@ each offer: those cost the garbage collector more. One more of ``committed`` ask
 
 
 def test_no_step_of_a_small_transfer_costs_more_calls_than_it_has_to() -> None:
-    calls = steps.calls(50)
-    assert calls.keys() == MOST.keys()
-    assert {step: n for step, n in calls.items() if n > MOST[step]} == {}
+    made = calls(50)
+    assert made.keys() == MOST.keys()
+    assert {step: n for step, n in made.items() if n > MOST[step]} == {}
