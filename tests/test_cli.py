@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
@@ -13,12 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvxfer.cli.addresses import settings_problems, told_address
+from kvxfer.cli.addresses import address_problems, told_address
 from kvxfer.cli.main import build
 from kvxfer.cli.probing import probe_all
 from kvxfer.config import Config
 from kvxfer.security import make_key
-from kvxfer.testing.engine import until
 from kvxfer.transport import registry
 from tests.stand_in import asked_by_forks  # noqa: F401  a fixture
 
@@ -90,9 +87,6 @@ family = typer.Typer()
 family.command("hello")(hello)
 family.command("fails")(fails)
 """
-
-ENOUGH = re.compile(r"\d$|moving")
-"""What a command writes once its processes run: the number of one, or a benchmark's progress."""
 
 
 @pytest.fixture
@@ -184,39 +178,6 @@ def test_a_probe_that_hangs_is_given_up(tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "third_party_backend.py.pid").read_text()).exists(), "its process is left"
 
 
-@pytest.mark.parametrize(
-    ("words", "begun"),
-    [
-        (["doctor", "--config", '{"backend": "third_party_backend:Hangs"}'], "third_party_backend.py.pid"),
-        (["bench", "transfer"], "said"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_an_interrupt_ends_a_command_and_all_its_processes_without_a_word(
-    words: list[str], begun: str, tmp_path: Path
-) -> None:
-    """Ctrl-C in a terminal, which all processes of a command are told of."""
-    (tmp_path / "third_party_backend.py").write_text(BACKEND)
-    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    with (tmp_path / "said").open("w+b") as said:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "kvxfer", *words],
-            stdout=said,
-            stderr=said,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
-        )
-        try:
-            until(lambda: (there := tmp_path / begun).exists() and ENOUGH.search(there.read_text()))
-            os.killpg(child.pid, signal.SIGINT)
-            assert child.wait(30) == 130
-        finally:
-            child.kill()
-    text = (tmp_path / "said").read_text()
-    assert "Traceback" not in text and "KeyboardInterrupt" not in text
-    assert begun == "said" or not Path("/proc", (tmp_path / begun).read_text()).exists(), "a process is left"
-
-
 def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_path: Path) -> None:
     make_key(tmp_path / "key")
     settings = {
@@ -245,10 +206,6 @@ def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_p
     [
         ({"key_file": "/nonexistent"}, "'/nonexistent'"),
         ({"peers": ["not a network"]}, "'peers'"),
-        (
-            {"trace": "/nonexistent/trace"},
-            "'trace': /nonexistent/trace cannot be written: No such file or directory; name",
-        ),
         ({"listen": "203.0.113.7"}, "cannot listen on 203.0.113.7 port any"),
         (
             {"advertise": "no-such-host.invalid"},
@@ -257,25 +214,16 @@ def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_p
     ],
 )
 def test_where_an_engine_would_not_be_found(settings: dict[str, Any], words: str) -> None:
-    [problem] = settings_problems(Config.from_mapping(settings))
+    [problem] = address_problems(Config.from_mapping(settings))
     assert words in problem
 
 
 def test_a_port_that_is_taken_and_free_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = Config(port=taken.getsockname()[1])
-        [problem] = settings_problems(config)
-        [control] = settings_problems(Config(control_ports=str(config.port)))
+        [problem] = address_problems(config)
     assert f"cannot listen on 127.0.0.1 port {config.port}: Address already in use" in problem
-    assert f"no port of 'control_ports' ({config.port}) is free" in control
-    assert not settings_problems(config) and not settings_problems(config), "nothing is left open"
-
-
-def test_a_trace_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
-    kept, new = tmp_path / "kept", tmp_path / "new"
-    kept.write_text("{}\n")
-    assert not any(settings_problems(Config(trace=str(path))) for path in (kept, new))
-    assert kept.read_text() == "{}\n" and not new.exists()
+    assert not address_problems(config) and not address_problems(config), "nothing is left open"
 
 
 @pytest.mark.usefixtures("installed")
@@ -294,14 +242,6 @@ def test_settings_that_are_none_are_told() -> None:
     ]:
         result = run("doctor", "--config", config)
         assert result.exit_code == status and words in result.stderr
-
-
-@pytest.mark.parametrize(
-    "words", ["doctor --config FILE", "why --decode 127.0.0.1:1 --config FILE", "keys FILE show", "bench table FILE"]
-)
-def test_a_file_without_an_end_is_refused(words: str) -> None:
-    result = run(*words.replace("FILE", "/dev/zero").split())
-    assert result.exit_code and "it is not a regular file" in " ".join(result.stderr.split())
 
 
 @pytest.mark.usefixtures("installed")

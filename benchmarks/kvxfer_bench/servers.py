@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import typer
 
 from kvxfer.cli.terminal import Say, silent
 from kvxfer.errors import ConfigError
@@ -16,8 +19,18 @@ from kvxfer_vllm.demo.model import SHAPES, Shape, write_model, write_shape
 from kvxfer_vllm.demo.servers import Server, ServerError, await_ready, ended_by_sigterm, ended_together
 
 START_S = 600.0
-Pair = TypeVar("Pair")
 Tell = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class ServerPair:
+    """Two servers between which KV moves."""
+
+    prefill: Server
+    decode: Server
+
+
+Pair = TypeVar("Pair", bound=ServerPair)
 
 
 @dataclass(frozen=True)
@@ -25,12 +38,14 @@ class Starter:
     """Starts servers of one model.
 
     Attributes:
+        named: What ``--model`` says.
         gpus: Those of the prefill and of the decode servers; one for both, or none.
         flags: Of each server.
         begun: The servers so far.
         kind: What they are.
     """
 
+    named: str
     model: Path
     logs: Path
     gpus: Sequence[str]
@@ -52,6 +67,10 @@ class Starter:
         server = self.kind(name, self.model, self.logs, transfer, [*flags, *self.flags], {**(env or {}), **on}, port)
         self.begun.append(server)
         return server
+
+    def tell(self, row: Mapping[str, Any]) -> None:
+        """Print a result as a line of JSON."""
+        typer.echo(json.dumps({"model": self.named, "gpus": self.gpus, **row}))
 
 
 def shape_of(model: str) -> Shape:
@@ -89,7 +108,7 @@ def starting(
         else:
             where = Path(model)
         on = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()]
-        yield Starter(where, logs, on, [*dummy, *usual, *flags.split()], begun, kind)
+        yield Starter(model, where, logs, on, [*dummy, *usual, *flags.split()], begun, kind)
 
 
 class PairTurns(Generic[Pair]):
@@ -105,13 +124,13 @@ class PairTurns(Generic[Pair]):
         self.pairs, self.tell, self.say = dict(pairs), tell, say
         self.failed = False
 
-    def ready(self, servers: Callable[[Pair], Collection[Server]]) -> None:
+    def ready(self) -> None:
         """Wait until all servers answer."""
 
         def answers(server: Server) -> None:
             self.say(f"{server.name} answers")
 
-        self.each("starting", lambda name, pair: await_ready(servers(pair), START_S, answers))
+        self.each("starting", lambda name, pair: await_ready((pair.prefill, pair.decode), START_S, answers))
 
     def each(self, what: str, do: Callable[[str, Pair], None]) -> None:
         """Do something with each pair."""

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvxfer_bench.sglang.asking import GENERATE, ask_pair, generated, sampling
-from kvxfer_bench.sglang.servers import SglangPair, SglangServer, started_pair
+from kvxfer_bench.sglang.servers import GENERATE, SglangPair, SglangServer, ask_pair, generated, sampling, started_pair
 from kvxfer_vllm.demo.servers import Server, await_ready, ended_together
 from tests.e2e.forked import Forked
 from tests.e2e.sglang_server import ENVIRONMENT, FLAGS

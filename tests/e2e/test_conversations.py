@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation
+from kvxfer_bench.vllm.conversation import FLAGS, SCHEMAS, Conversation
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
 from kvxfer_vllm.demo.servers import (
     BLOCK,

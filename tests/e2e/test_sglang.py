@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer.testing.engine import until
-from kvxfer_bench.sglang.asking import GENERATE, abort, ask_pair, generated, room_of, sampling
-from kvxfer_bench.sglang.servers import SglangPair
+from kvxfer_bench.sglang.servers import GENERATE, SglangPair, abort, ask_pair, generated, room_of, sampling
 from kvxfer_vllm.demo.servers import Server
 from tests.conftest import require
 from tests.e2e.sglang_pair import CHECKED, Stage, complaints, expected, is_idle, prompt, ready, serves, staged

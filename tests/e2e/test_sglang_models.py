@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer_bench.sglang.asking import ask_pair
+from kvxfer_bench.sglang.servers import ask_pair
 from tests.conftest import require
 from tests.e2e.models import write_mla, write_recurrent, write_unlike_heads
 from tests.e2e.sglang_pair import CHECKED, complaints, expected, is_idle, prompt, ready, staged

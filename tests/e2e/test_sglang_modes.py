@@ -11,9 +11,8 @@ from urllib.error import HTTPError
 import pytest
 
 from kvxfer_bench.servers import Starter
-from kvxfer_bench.sglang.asking import ask_pair
 from kvxfer_bench.sglang.compare import LENGTHS, measure_sglang
-from kvxfer_bench.sglang.servers import SglangPair
+from kvxfer_bench.sglang.servers import SglangPair, ask_pair
 from kvxfer_vllm.demo.servers import Server, ended_together, free_port
 from tests.conftest import require
 from tests.e2e.sglang_pair import CpuServer, Stage, complaints, expected, is_idle, prompt, ready, staged
@@ -130,7 +129,7 @@ def test_back_ends_are_compared_in_turns(model: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
     names = ["tcp", "zmq"]
     with ended_together() as begun:
-        starter = Starter(model, tmp_path, (), (), begun, CpuServer)
+        starter = Starter("tiny", model, tmp_path, (), (), begun, CpuServer)
         assert measure_sglang(starter, names, rows.append, (1, 2), prompt=64, tokens=4, rounds=1, tie=0.25)
     assert [row["backend"] for row in rows] == names * 4
     for row in rows[:2] + rows[-2:]:

@@ -15,10 +15,9 @@ from typing import Annotated
 import typer
 
 from kvxfer.cli.terminal import Say, progress
-from kvxfer.errors import ConfigError
 from kvxfer_bench.load.phases import CALM, PHASES, Measure, OpenLoop, Phase, load_rows
-from kvxfer_bench.load.played import PlayedWork, played
-from kvxfer_bench.options import Flags, Gpus, Json, KeepLogs, Rounds, parsed
+from kvxfer_bench.load.played import played
+from kvxfer_bench.options import Gpus, Json, Rounds, parsed
 from kvxfer_bench.table import tables
 from kvxfer_bench.verdict import mixed_rounds
 
@@ -56,12 +55,6 @@ def load(
         ),
     ] = "",
     gpus: Gpus = "",
-    flags: Flags = "",
-    keep_logs: KeepLogs = None,
-    prefill_ms: Annotated[
-        str, typer.Option(help="A step of the prefill engine: milliseconds of Python, and of the device.")
-    ] = "10,90",
-    decode_ms: Annotated[str, typer.Option(help="The same of the decode engine.")] = "4,8",
     as_json: Json = False,
 ) -> None:
     """Measure what transfers cost engines that are busy, and what busy engines cost transfers, as one table.
@@ -72,7 +65,6 @@ def load(
     beyond calm; the engine's are what kvxfer's calls take there, of played engines only. The last rows are the times between the stages
     of a load (setting trace).
     """
-    prefill, decode = (_work(name, text) for name, text in (("--prefill-ms", prefill_ms), ("--decode-ms", decode_ms)))
     arrivals = OpenLoop(seconds, rate, tuple(tokens), 0)
     parts, before = [parsed(text) for text in backends], os.getloadavg()
     with ExitStack() as stack:
@@ -81,10 +73,10 @@ def load(
                 served,
             )  # here, because it needs the connector, and the played form does not
 
-            measures = stack.enter_context(served(backends, model, gpus, tokens, others, flags, keep_logs, progress()))
+            measures = stack.enter_context(served(backends, model, gpus, tokens, others, progress()))
         else:
             measures = {
-                text: stack.enter_context(played({"backend": name, **settings}, prefill, decode, others))
+                text: stack.enter_context(played({"backend": name, **settings}, others))
                 for text, (name, settings) in zip(backends, parts, strict=True)
             }
         found = in_turns(measures, arrivals, rounds, progress())
@@ -108,11 +100,3 @@ def load(
             for what in whats
         )
     )
-
-
-def _work(option: str, text: str) -> PlayedWork:
-    try:
-        python_ms, device_ms = map(float, text.split(","))
-    except ValueError:
-        raise ConfigError(f"{option} must be two numbers of milliseconds, such as 4,8, not {text!r}") from None
-    return PlayedWork(python_ms, device_ms)

@@ -37,24 +37,19 @@ REST_S = 0.001
 """How long an engine without work sleeps after a step, as vLLM's does."""
 CONTENT = b"content"
 
-
-@dataclass(frozen=True)
-class PlayedWork:
-    """What a step takes: milliseconds of Python and small torch operations, then of the device."""
-
-    python_ms: float
-    device_ms: float
+PREFILL_S, DECODE_S = (0.010, 0.090), (0.004, 0.008)
+"""What a step takes: seconds of Python and small torch operations, then of the device."""
 
 
 class Steps:
-    """Computes steps."""
+    """Computes steps, each of so many seconds of Python and of the device."""
 
-    def __init__(self, work: PlayedWork) -> None:
+    def __init__(self, python_s: float, device_s: float) -> None:
         import torch
 
         torch.set_num_threads(1)
-        self._some, self._device_s = torch.zeros(256), work.device_ms / 1e3
-        self._launches = round(200 * work.python_ms / 1e3 / min(self._launch(200) for _ in range(50)))
+        self._some, self._device_s = torch.zeros(256), device_s
+        self._launches = round(200 * python_s / min(self._launch(200) for _ in range(50)))
 
     def _launch(self, launches: int) -> float:
         """Do what an engine does between two kernels, ``launches`` times; return the CPU seconds."""
@@ -93,10 +88,10 @@ class _Job:
 class PlayedEngine:
     """What both engines have in common. All is called on one thread."""
 
-    def __init__(self, name: str, settings: dict[str, Any], work: PlayedWork, others: int) -> None:
+    def __init__(self, name: str, settings: dict[str, Any], step_s: tuple[float, float], others: int) -> None:
         """Make it; ``others``: requests that run all the time while it is busy."""
         config, facts, blocks = Config.from_mapping(settings), {"model": "played"}, ROOM // MODEL.block_tokens
-        self._steps, self._busy = Steps(work), False
+        self._steps, self._busy = Steps(*step_s), False
         self._memory, self._pool = Pool(MODEL, blocks, "cpu"), _LendingPool(blocks, MODEL.block_tokens)
         self._memory.fill()
         self._inbox: Connection | None = None
@@ -208,8 +203,8 @@ class PlayedPrefill(PlayedEngine):
 class PlayedDecode(PlayedEngine):
     """Decodes, loads prompts, and computes others that are cached."""
 
-    def __init__(self, name: str, settings: dict[str, Any], work: PlayedWork, others: int) -> None:
-        super().__init__(name, settings, work, others)
+    def __init__(self, name: str, settings: dict[str, Any], step_s: tuple[float, float], others: int) -> None:
+        super().__init__(name, settings, step_s, others)
         self._others = others
 
     def run(self, phase: str, arrivals: OpenLoop, prefill: Connection) -> Phase:
@@ -272,10 +267,10 @@ class PlayedDecode(PlayedEngine):
 
 
 @contextmanager
-def played(settings: dict[str, Any], prefill: PlayedWork, decode: PlayedWork, others: int) -> Iterator[Measure]:
+def played(settings: dict[str, Any], others: int) -> Iterator[Measure]:
     """Have two engines, and yield what measures a phase of theirs. ``others``: requests that decode while they are busy."""
-    p = Remote("prefill engine", PlayedPrefill, "P", settings, prefill, 0)
-    d = Remote("decode engine", PlayedDecode, "D", settings, decode, others)
+    p = Remote("prefill engine", PlayedPrefill, "P", settings, PREFILL_S, 0)
+    d = Remote("decode engine", PlayedDecode, "D", settings, DECODE_S, others)
 
     def measure(phase: str, arrivals: OpenLoop) -> Phase:
         ours, theirs = mp.get_context("spawn").Pipe()

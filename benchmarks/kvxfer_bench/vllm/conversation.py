@@ -12,27 +12,31 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 
 from kvxfer.cli.terminal import progress
-from kvxfer_bench.options import Backend, Flags, Gpus, Json
+from kvxfer_bench.options import Backend, Gpus, Json
 from kvxfer_bench.servers import START_S, shape_of, starting
 from kvxfer_bench.table import tables
 from kvxfer_bench.verdict import mixed_rounds
-from kvxfer_bench.vllm.conversations import FLAGS, SCHEMAS, Conversation
 from kvxfer_bench.vllm.pairs import ROLES
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.model import SHAPES
-from kvxfer_vllm.demo.routing import Generated, complete
+from kvxfer_vllm.demo.routing import PREFILL_PARAMS, Generated, complete
 from kvxfer_vllm.demo.servers import BLOCK, Server, await_ready, connector, free_port
+
+FLAGS = ("--enable-prompt-tokens-details",)
+"""Flags of servers that tell how many tokens of a prompt they had not to compute."""
 
 RECOMPUTE, LOAD, NIXL = "recompute", "load", "nixl"
 """The three ways; the first two share their servers."""
+MORE = 30
+"""Tokens that each further turn adds to the history."""
 FIRST_TOKEN = "vllm:time_to_first_token_seconds_sum"
 SHORT = 16
 """Tokens at most of an answer that no turn continues."""
@@ -40,15 +44,71 @@ VOCABULARY = 200
 """Prompts are made of the tokens from 1 up to this one, which every model here has."""
 
 
+Params = Mapping[str, Any]
+
+
+def _nixl(told: Params) -> dict[str, Any]:
+    """Pass on what the decode server has answered, with the host of its HTTP server, as vLLM's example router does."""
+    return {**told, "do_remote_decode": True, "do_remote_prefill": False, "remote_host": "localhost"}
+
+
+def _source(told: Params) -> dict[str, Any]:
+    """Name the decode server as llm-d does, by the key of vLLM's peer-to-peer tier."""
+    where = {key: told[key] for key in ("remote_host", "remote_port")}
+    return {**PREFILL_PARAMS, "remote_kv_source": {"kv_request_id": str(told["remote_request_id"]), **where}}
+
+
+def _list(told: Params) -> dict[str, Any]:
+    """Name it by kvxfer's own key, which may name several."""
+    return {**PREFILL_PARAMS, "kvxfer_sources": [told["kvxfer_address"]]}
+
+
+SCHEMAS: dict[str, Callable[[Params], dict[str, Any]]] = {
+    "nixl": _nixl,
+    "remote_kv_source": _source,
+    "kvxfer_sources": _list,
+}
+"""By name: the params that a router makes for the prefill server out of the decode server's last answer."""
+
+
+class PlayedTurn(NamedTuple):
+    """What the two servers have said in one turn."""
+
+    prefill: Generated
+    decode: Generated
+
+
+class Conversation:
+    """One conversation through a prefill and a decode server.
+
+    Args:
+        schema: How the router tells the prefill server where the last turn's KV is (``SCHEMAS``); None: it does not.
+    """
+
+    def __init__(self, prefill: Server, decode: Server, schema: str | None) -> None:
+        self._prefill, self._decode, self._schema = prefill, decode, schema
+        self.told: dict[str, Any] | None = None  # what the decode server answered last
+
+    def turn(self, prompt: Sequence[int], tokens: int, timeout: float = 60.0) -> PlayedTurn:
+        """Have the next prompt, which is the whole history, answered with ``tokens`` tokens.
+
+        Raises:
+            ServerError: A server failed its part.
+        """
+        to_p = PREFILL_PARAMS if self._schema is None or self.told is None else SCHEMAS[self._schema](self.told)
+        first = complete(self._prefill, prompt, 1, to_p, timeout)
+        if not first.kv_transfer_params:
+            raise self._prefill.error(f"offered no KV cache for a prompt of {len(prompt)} tokens")
+        answer = complete(self._decode, prompt, tokens, first.kv_transfer_params, timeout)
+        self.told = answer.kv_transfer_params
+        return PlayedTurn(first, answer)
+
+
 def conversation(
     turns: Annotated[int, typer.Option(min=2, help="Turns of a conversation.")] = 5,
     conversations: Annotated[int, typer.Option(min=1, help="Conversations, one after the other.")] = 3,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the first prompt.")] = 200,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 200,
-    more: Annotated[int, typer.Option(min=1, help="Tokens that each further turn adds to the history.")] = 30,
-    schema: Annotated[
-        str, typer.Option(help="How the router says where the last turn's KV is: " + ", ".join(SCHEMAS))
-    ] = "nixl",
     check: Annotated[
         bool,
         typer.Option(
@@ -57,11 +117,13 @@ def conversation(
             f"than what is new and a block of {BLOCK} tokens.",
         ),
     ] = False,
+    schema: Annotated[
+        str, typer.Option(help="How the router says where the last turn's KV is: " + ", ".join(SCHEMAS))
+    ] = "nixl",
     backend: Backend = "tcp",
     model: Annotated[str, typer.Option(help="A shape of a model: " + ", ".join(SHAPES))] = "tiny",
     gpus: Gpus = "",
     nixl: Annotated[bool, typer.Option(help="Measure vLLM's NixlConnector in its bidirectional mode, too.")] = False,
-    flags: Flags = "",
     as_json: Json = False,
 ) -> None:
     """Time turns of conversations on real servers: the KV of earlier answers loaded from the decode server, or computed again."""
@@ -69,7 +131,7 @@ def conversation(
         raise typer.BadParameter(f"{schema!r} is none of {', '.join(SCHEMAS)}", param_hint="--schema")
     say, shape = progress(), shape_of(model)
     usual = [*FLAGS, "--dtype", shape.dtype, "--max-model-len", str(min(shape.max_len, 32768))]
-    with starting(model, usual, gpus, flags) as starter:
+    with starting(model, usual, gpus) as starter:
 
         def pair(name: str, transfer: Mapping[str, Any]) -> tuple[Server, Server]:
             prefill, decode = (
@@ -90,17 +152,17 @@ def conversation(
         for number, way in mixed_rounds("conversation", ways, conversations, say):
             prefill, decode, told = ways[way]
             rng = np.random.default_rng([number, list(ways).index(way)])
-            sizes = (prompt, answer if number else min(answer, prompt), more)
+            sizes = (prompt, answer if number else min(answer, prompt))
             one = _converse(Conversation(prefill, decode, told), (prefill, decode), rng, sizes, turns, plain)
             if number:
                 found[way].append(one)
     report = {way: summary(found[way]) for way in ways}
-    what = {"prompt": prompt, "answer": answer, "more": more, "backend": backend, "schema": schema}
+    what = {"prompt": prompt, "answer": answer, "more": MORE, "backend": backend, "schema": schema}
     wrong = [f"{way}, {fault}" for way in ways if check for fault in faults(found[way], loads=way == LOAD)]
     judged = {"turns_checked": len(ways) * conversations * turns, "wrong": wrong} if check else {}
     typer.echo(json.dumps({**what, **report, **judged}, indent=1))
     if not as_json:
-        typer.echo(tables(by_turn(report)))
+        typer.echo(tables({"way": way, **turn} for way, turns_of in report.items() for turn in turns_of))
     if wrong:
         raise typer.Exit(1)
 
@@ -129,12 +191,12 @@ def _converse(
     talk: Conversation,
     pair: tuple[Server, Server],
     rng: np.random.Generator,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int],
     turns: int,
     plain: Server | None,
 ) -> list[Timed]:
     """Have one conversation whose tokens no other has. Nothing else runs meanwhile, so the decode server's metrics are of it alone."""
-    prompt, answer, more = sizes
+    prompt, answer = sizes
     prefill, decode = pair
     text: list[int] = rng.integers(1, VOCABULARY, prompt).tolist()
     out = []
@@ -147,7 +209,7 @@ def _converse(
         expected = complete(plain, text, tokens, timeout=600.0).tokens if plain else None
         cached = complete(prefill, text, 1, timeout=600.0).seconds
         out.append(Timed(len(text), there, here, first, cached, expected))
-        text = text + here.tokens + rng.integers(1, VOCABULARY, more).tolist()
+        text = text + here.tokens + rng.integers(1, VOCABULARY, MORE).tolist()
     return out
 
 
@@ -179,13 +241,3 @@ def summary(conversations: Sequence[Sequence[Timed]]) -> list[dict[str, Any]]:
         }
         for number, at in enumerate(zip(*conversations, strict=True))
     ]
-
-
-def by_turn(report: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each turn, with the tokens that were computed in each way and the time to the first token."""
-    for turn in zip(*report.values(), strict=True):
-        cells = {
-            f"{way}: computed, ms": f"{at['prefill_computed']}, {at['first_token_ms']}"
-            for way, at in zip(report, turn, strict=True)
-        }
-        yield {"turn": turn[0]["turn"], "prompt": turn[0]["prompt_tokens"], **cells}

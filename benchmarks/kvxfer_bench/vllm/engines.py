@@ -10,22 +10,21 @@ The first configuration is compared with each of the others: a verdict for each 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 
 from kvxfer.cli.terminal import Say, progress
-from kvxfer_bench.options import Flags, Gpus, KeepLogs, Rounds, parsed
+from kvxfer_bench.options import Gpus, KeepLogs, Rounds, parsed
 from kvxfer_bench.servers import START_S, PairTurns, Tell, shape_of, starting
 from kvxfer_bench.verdict import compare
 from kvxfer_bench.vllm.kinds import FirstTokens, PromptCase, Prompts
-from kvxfer_bench.vllm.pairs import STOCK, ServerPair, started
+from kvxfer_bench.vllm.pairs import STOCK, VllmPair, started
 from kvxfer_bench.vllm.streams import stream
 from kvxfer_vllm.demo.model import SHAPES, Shape
 from kvxfer_vllm.demo.routing import complete
@@ -43,10 +42,10 @@ COMPARED = (
 )
 
 
-class EngineTurns(PairTurns[ServerPair]):
+class EngineTurns(PairTurns[VllmPair]):
     """Measures pairs of servers, by back end, in turns; one more round than ``rounds`` warms up."""
 
-    def __init__(self, pairs: Mapping[str, ServerPair], prompts: Prompts, rounds: int, tell: Tell, say: Say) -> None:
+    def __init__(self, pairs: Mapping[str, VllmPair], prompts: Prompts, rounds: int, tell: Tell, say: Say) -> None:
         super().__init__(pairs, tell, say)
         self._prompts, self._rounds, self._first = prompts, rounds, next(iter(pairs))
 
@@ -66,7 +65,7 @@ class EngineTurns(PairTurns[ServerPair]):
     def idle(self) -> None:
         """Tell what an idle connector costs a decode step, of pairs beside a server without a connector."""
 
-        def one(name: str, pair: ServerPair) -> None:
+        def one(name: str, pair: VllmPair) -> None:
             if pair.plain is not None:
                 servers = {"decode_step": pair.decode, "plain_decode_step": pair.plain}
                 taken: dict[str, list[float]] = {name: [] for name in servers}
@@ -91,7 +90,7 @@ def decode_step(server: Server, prompts: Prompts) -> float:
     return 1e3 * statistics.median(float(gap) for each in times for gap in np.diff(each[STEPS // 4 :]))
 
 
-def scatter(pair: ServerPair, prompts: Prompts, tokens: int) -> None:
+def scatter(pair: VllmPair, prompts: Prompts, tokens: int) -> None:
     """Use both caches of a pair as hours of serving would, so that what comes next gets blocks from everywhere.
 
     Requests of mixed lengths, ``tokens`` tokens in all, end in another order than they began.
@@ -130,7 +129,6 @@ def compare_engines(
             "no more than a quarter of them is lent.",
         ),
     ] = 0,
-    flags: Flags = "",
     keep_logs: KeepLogs = None,
 ) -> None:
     """Measure the time to first token on real vLLM servers with a model of realistic size, with back ends in turns.
@@ -143,21 +141,18 @@ def compare_engines(
     decoding = OTHERS if plain else 0
     held = max(cache_tokens, room(cases, decoding))
     usual = server_flags(shape, cases, held, decoding, bool(gpus))
-    with starting(model, usual, gpus, flags, keep_logs) as starter:
+    with starting(model, usual, gpus, keep_logs=keep_logs) as starter:
         without = starter.start("plain", "decode") if plain else None
-        pairs: dict[str, ServerPair] = {}
+        pairs: dict[str, VllmPair] = {}
         for name in [*backends, *backends[:1]] if pairs_alike else backends:
             same = sum(key == name or key.startswith(f"{name} (") for key in pairs)
             pairs[f"{name} ({same + 1})" if same else name] = started(starter, name, without)
         if without is not None:
             await_ready([without], START_S)
 
-        def tell(row: Mapping[str, Any]) -> None:
-            typer.echo(json.dumps({"model": model, "gpus": starter.gpus, **row}))
-
         prompts = Prompts(shape.vocab)
-        turns = EngineTurns(pairs, prompts, rounds, tell, progress())
-        turns.ready(lambda pair: (pair.prefill, pair.decode))
+        turns = EngineTurns(pairs, prompts, rounds, starter.tell, progress())
+        turns.ready()
         turns.each("filling all caches once", lambda name, pair: scatter(pair, prompts, held))
         for one in cases:
             turns.first_tokens(one)

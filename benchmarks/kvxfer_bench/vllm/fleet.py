@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.cli.terminal import Say
-from kvxfer_bench.options import Backend, KeepLogs, Requests, Seed
+from kvxfer_bench.options import Backend, KeepLogs, Requests
 from kvxfer_bench.servers import Starter, starting
 from kvxfer_bench.vllm.clients import START_S, Clients, expectations, reported, wishes
 from kvxfer_vllm.demo.metrics import received, total
@@ -35,7 +35,6 @@ def fleet(
     requests: Requests = 200,
     router: Annotated[str, typer.Option(help="Name or path of the program vllm-router.")] = "vllm-router",
     backend: Backend = "tcp",
-    seed: Seed = 0,
     keep_logs: KeepLogs = None,
 ) -> None:
     """Send mixed requests through vllm-router to two prefill and two decode servers, kill a prefill server and start another.
@@ -48,13 +47,13 @@ def fleet(
 
     def run(say: Say) -> dict[str, Any]:
         with starting("tiny", keep_logs=keep_logs) as starter:
-            return _run(starter, program, backend, requests, seed, say)
+            return _run(starter, program, backend, requests, say)
 
     reported(requests, run)
 
 
-def _run(starter: Starter, program: str, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
-    wanted = wishes(requests, seed)
+def _run(starter: Starter, program: str, backend: str, requests: int, say: Say) -> dict[str, Any]:
+    wanted = wishes(requests)
     expected = expectations(starter.model, starter.logs, wanted)
     say("the plain server has answered all prompts")
 

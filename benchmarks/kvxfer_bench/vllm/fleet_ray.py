@@ -23,7 +23,7 @@ from typing import Any
 import typer
 
 from kvxfer.cli.terminal import Say
-from kvxfer_bench.options import Backend, KeepLogs, Requests, Seed
+from kvxfer_bench.options import Backend, KeepLogs, Requests
 from kvxfer_bench.vllm.clients import Clients, Wish, expectations, reported, wishes
 from kvxfer_vllm.demo.model import write_model
 from kvxfer_vllm.demo.servers import ENGINE, ENVIRONMENT, MODEL_NAME, ServerError, connector, free_port
@@ -42,7 +42,7 @@ LOADED = re.compile(
 """A line of Ray's page of metrics: the prompt tokens whose KV came to a replica from outside, if any did."""
 
 
-def fleet_ray(requests: Requests = 200, backend: Backend = "tcp", seed: Seed = 0, keep_logs: KeepLogs = None) -> None:
+def fleet_ray(requests: Requests = 200, backend: Backend = "tcp", keep_logs: KeepLogs = None) -> None:
     """Send mixed requests to Ray Serve LLM while it scales decode replicas from one to two and replaces one that is killed.
 
     Prints one JSON object at the end. Exits with 1 if a request did not get a plain server's tokens, or anything else went wrong.
@@ -55,18 +55,18 @@ def fleet_ray(requests: Requests = 200, backend: Backend = "tcp", seed: Seed = 0
         folder = Path(name)
         write_model(folder / "model")
         try:
-            reported(requests, lambda say: _run(folder, backend, requests, seed, say))
+            reported(requests, lambda say: _run(folder, backend, requests, say))
         finally:
             if keep_logs is not None and (logs := folder / "ray" / "session_latest" / "logs").is_dir():
                 shutil.copytree(logs, keep_logs, dirs_exist_ok=True)
 
 
-def _run(folder: Path, backend: str, requests: int, seed: int, say: Say) -> dict[str, Any]:
-    wanted = wishes(requests, seed)
+def _run(folder: Path, backend: str, requests: int, say: Say) -> dict[str, Any]:
+    wanted = wishes(requests)
     expected = expectations(folder / "model", folder, wanted)
     say("the plain server has answered all prompts")
     with _serving(folder, backend, say) as url, Clients(url, expected, AGAIN) as clients:
-        return _Run(clients, wanted, say).report(requests)
+        return _go_through(clients, wanted, requests, say)
 
 
 @contextmanager
@@ -149,58 +149,50 @@ def _side(role: str, model: Path, settings: dict[str, Any], most: int) -> dict[s
     }
 
 
-class _Run:
-    """Clients that go on while replicas come and go."""
+def _go_through(clients: Clients, wanted: Sequence[Wish], requests: int, say: Say) -> dict[str, Any]:
+    """Have clients go on, with at least this many requests, while replicas come and go; return the report.
 
-    def __init__(self, clients: Clients, wanted: Sequence[Wish], say: Say) -> None:
-        self._clients, self._wanted, self._say = clients, itertools.cycle(wanted), say
-        self._long = [wish for wish in wanted if wish.tokens == max(w.tokens for w in wanted)]
-        self._loads: dict[str, int] = {}
+    Raises:
+        ServerError: A replica did not come.
+    """
+    answers, more, loads = clients.answers, itertools.cycle(wanted), dict[str, int]()
 
-    def report(self, requests: int) -> dict[str, Any]:
-        """Go through it all, with at least this many requests.
+    def seen() -> int:
+        """Return how many decode replicas have been given KV, those included that are gone."""
+        loads.update(_loaded())
+        return len(loads)
 
-        Raises:
-            ServerError: A replica did not come.
-        """
-        answers = self._clients.answers
-        (first,) = _replicas()  # Serve is to find the others necessary
-        self._until(lambda: len(self._seen()) > 1, "a second decode replica has been given KV")
-        before = len(self._loads)
-        self._clients.send(itertools.islice(itertools.cycle(self._long), AMID))
-        amid = _kill_amid(first)
-        self._say(f"after {answers.done} requests: killed the first decode replica, which had {amid} in hand")
-        self._until(lambda: len(self._seen()) > 2, "another has been given KV in its place")
-        self._until(lambda: answers.done >= requests, "all requests have ended")
-        answers.wait(answers.done + self._clients.waiting)
-        return answers.report(
-            {
-                "killed": int(first not in _replicas()),
-                "asked_again": answers.asked_again,
-                "scaled": before,
-                "joined": len(self._loads) - before,
-                "external_tokens": sum(self._loads.values()),
-            },
-            {
-                "the decode replica that was killed had no request in hand: nothing was interrupted": not answers.asked_again
-            },
-        )
-
-    def _until(self, came: Callable[[], bool], what: str) -> None:
+    def until(came: Callable[[], bool], what: str) -> None:
         """Have the clients make requests until something has come about."""
         deadline = time.monotonic() + JOIN_S
         while not came():
             if time.monotonic() > deadline:
                 raise ServerError(f"not within {JOIN_S:g} s: {what}")
-            if not self._clients.waiting:
-                self._clients.send(itertools.islice(self._wanted, Clients.COUNT))
+            if not clients.waiting:
+                clients.send(itertools.islice(more, Clients.COUNT))
             time.sleep(0.5)
-        self._say(f"after {self._clients.answers.done} requests: {what}")
+        say(f"after {answers.done} requests: {what}")
 
-    def _seen(self) -> dict[str, int]:
-        """Return of how many prompt tokens each decode replica has been given KV, those included that are gone."""
-        self._loads |= _loaded()
-        return self._loads
+    (first,) = _replicas()  # Serve is to find the others necessary
+    until(lambda: seen() > 1, "a second decode replica has been given KV")
+    before, most = len(loads), max(wish.tokens for wish in wanted)
+    longest = itertools.cycle([wish for wish in wanted if wish.tokens == most])
+    clients.send(itertools.islice(longest, AMID))
+    amid = _kill_amid(first)
+    say(f"after {answers.done} requests: killed the first decode replica, which had {amid} in hand")
+    until(lambda: seen() > 2, "another has been given KV in its place")
+    until(lambda: answers.done >= requests, "all requests have ended")
+    answers.wait(answers.done + clients.waiting)
+    return answers.report(
+        {
+            "killed": int(first not in _replicas()),
+            "asked_again": answers.asked_again,
+            "scaled": before,
+            "joined": len(loads) - before,
+            "external_tokens": sum(loads.values()),
+        },
+        {"the decode replica that was killed had no request in hand: nothing was interrupted": not answers.asked_again},
+    )
 
 
 def _replicas() -> list[str]:

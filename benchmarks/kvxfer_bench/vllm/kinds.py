@@ -26,7 +26,7 @@ import numpy as np
 
 from kvxfer.errors import ConfigError
 from kvxfer_bench.verdict import estimate
-from kvxfer_bench.vllm.pairs import AtOnce, ServerPair
+from kvxfer_bench.vllm.pairs import AtOnce, VllmPair
 from kvxfer_bench.vllm.streams import stream
 from kvxfer_vllm.demo.metrics import loaded_tokens
 from kvxfer_vllm.demo.routing import PREFILL_PARAMS, complete
@@ -85,7 +85,7 @@ class Prompts:
 class FirstTokens:
     """Times the last first token of requests that are sent together to one pair, kind by kind."""
 
-    def __init__(self, pair: ServerPair, prompts: Prompts, case: PromptCase) -> None:
+    def __init__(self, pair: VllmPair, prompts: Prompts, case: PromptCase) -> None:
         self._pair, self._prompts, self._case = pair, prompts, case
         self._taken: dict[str, list[float]] = {}
         self._loads = 0
@@ -194,7 +194,7 @@ def offers(server: Server, some: Sequence[Prompt], names: Sequence[str] | None =
         return list(told)
 
 
-def _together(pair: ServerPair, at_once: AtOnce, some: Sequence[Prompt]) -> float:
+def _together(pair: VllmPair, at_once: AtOnce, some: Sequence[Prompt]) -> float:
     """Send each to both servers at the same time; return seconds until the last first token at the decode server."""
     names = [uuid.uuid4().hex for _ in some]
     told = [at_once(name) for name in names]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvxfer_bench.options import parsed
-from kvxfer_bench.servers import Starter
+from kvxfer_bench.servers import ServerPair, Starter
 from kvxfer_vllm.demo.servers import Server, connector, free_port
 
 STOCK = ("NixlConnector", "NixlPushConnector")
@@ -19,19 +20,17 @@ AtOnce = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class ServerPair:
-    """Two servers between which KV moves, and one without a connector or None.
+class VllmPair(ServerPair):
+    """A pair, and one server without a connector or None.
 
     ``at_once``: what a router adds that sends to both at the same time, or None if the connector knows no such requests.
     """
 
-    prefill: Server
-    decode: Server
     plain: Server | None = None
     at_once: AtOnce | None = None
 
 
-def started(starter: Starter, compared: str, plain: Server | None = None) -> ServerPair:
+def started(starter: Starter, compared: str, plain: Server | None = None) -> VllmPair:
     """Start two servers with a back end of kvxfer or a connector of vLLM's own, and its settings: ``nixl``, ``nixl:{"staging_bytes": 0}``.
 
     Raises:
@@ -39,39 +38,29 @@ def started(starter: Starter, compared: str, plain: Server | None = None) -> Ser
     """
     name, settings = parsed(compared)
     log, port = f"{name}-{len(starter.begun)}", free_port()
+    where: dict[str, Any] = {"remote_host": "127.0.0.1", "remote_port": port}
     if name not in STOCK:
         there = connector("kv_producer", {"backend": name, "port": port, **settings})
         here = connector("kv_consumer", {"backend": name, **settings})
-        at_once: AtOnce | None = asked(port)
+        at_once: AtOnce | None = partial(_asked, where)
     else:
         own: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": settings}
         there, here = ({**own, "engine_id": f"{role}-{log}"} for role in ROLES)
-        at_once = pushed(there["engine_id"], port) if name == STOCK[1] else None
+        where |= {"remote_engine_id": there["engine_id"], "tp_size": 1}
+        at_once = partial(_pushed, where) if name == STOCK[1] else None
     prefill, decode = (
         starter.start(f"{log}-{role}", role, transfer, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(channel)})
         for role, transfer, channel in zip(ROLES, (there, here), (port, free_port()), strict=True)
     )
-    return ServerPair(prefill, decode, plain, at_once)
+    return VllmPair(prefill, decode, plain, at_once)
 
 
-def asked(port: int) -> AtOnce:
+def _asked(there: dict[str, Any], request: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what kvxfer wants: both get the transfer's name, and the decode server the prefill server's address."""
-
-    def params(request: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        there = {"remote_host": "127.0.0.1", "remote_port": port}
-        return (
-            {"do_remote_decode": True, "transfer_id": request},
-            {"do_remote_prefill": True, "transfer_id": request, **there},
-        )
-
-    return params
+    named = {"transfer_id": request}
+    return {"do_remote_decode": True, **named}, {"do_remote_prefill": True, **named, **there}
 
 
-def pushed(engine: str, port: int) -> AtOnce:
+def _pushed(there: dict[str, Any], request: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what vLLM's push connector wants: the decode server gets the prefill server's name, address and request id."""
-
-    def params(request: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        there = {"remote_engine_id": engine, "remote_host": "127.0.0.1", "remote_port": port, "tp_size": 1}
-        return {"do_remote_decode": True}, {"do_remote_prefill": True, "remote_request_id": request, **there}
-
-    return params
+    return {"do_remote_decode": True}, {"do_remote_prefill": True, "remote_request_id": request, **there}

@@ -20,7 +20,7 @@ from kvxfer_bench.options import parsed
 from kvxfer_bench.servers import START_S, shape_of, starting
 from kvxfer_bench.vllm.engines import OTHERS_TOKENS, room, server_flags
 from kvxfer_bench.vllm.kinds import Prompt, PromptCase, Prompts, first_tokens, offers
-from kvxfer_bench.vllm.pairs import STOCK, ServerPair, started
+from kvxfer_bench.vllm.pairs import STOCK, VllmPair, started
 from kvxfer_bench.vllm.streams import busy, repeating
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.servers import Server, await_ready
@@ -36,7 +36,7 @@ CACHED = 4
 class ServedPair:
     """Measures phases of a pair of servers; ``trace``: the file of the decode server's loads, if its connector is kvxfer's."""
 
-    def __init__(self, pair: ServerPair, prompts: Prompts, others: int, trace: Path | None) -> None:
+    def __init__(self, pair: VllmPair, prompts: Prompts, others: int, trace: Path | None) -> None:
         self._pair, self._prompts, self._others, self._trace, self._read = pair, prompts, others, trace, 0
 
     def __call__(self, phase: str, arrivals: OpenLoop) -> Phase:
@@ -116,14 +116,7 @@ def _spent(server: Server) -> Spent:
 
 @contextmanager
 def served(
-    backends: Sequence[str],
-    model: str,
-    gpus: str,
-    tokens: Sequence[int],
-    others: int,
-    flags: str,
-    keep_logs: Path | None,
-    say: Say,
+    backends: Sequence[str], model: str, gpus: str, tokens: Sequence[int], others: int, say: Say
 ) -> Iterator[dict[str, Measure]]:
     """Start a pair of servers for each back end, and yield what measures it.
 
@@ -132,7 +125,7 @@ def served(
     """
     shape, cases = shape_of(model), [PromptCase(n, AT_ONCE) for n in tokens]
     usual = server_flags(shape, cases, room(cases, others), others, bool(gpus))
-    with starting(model, usual, gpus, flags, keep_logs) as starter:
+    with starting(model, usual, gpus) as starter:
         measures: dict[str, Measure] = {}
         for number, text in enumerate(backends):
             name, settings = parsed(text)
