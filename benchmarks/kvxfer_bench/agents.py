@@ -153,7 +153,7 @@ class Producer(AgentEngine):
         super().__init__(Config.from_mapping(config), name="producer", facts=facts, caches=(pool.cache,))
 
     def compute(self, transfer: TransferId, digest: bytes, tokens: int, chunks: int = 1, seconds: float = 0.0) -> None:
-        """Compute a prompt in so many chunks, which take this long together, and offer them one by one."""
+        """Compute a prompt in ``chunks`` chunks, which take ``seconds`` together, and offer them one by one."""
         begun, (agent,) = time.monotonic(), self.agents
         for chunk in range(1, chunks + 1):
             sleep_until(begun + seconds * chunk / chunks)

@@ -42,7 +42,7 @@ PREFILL_S, DECODE_S = (0.010, 0.090), (0.004, 0.008)
 
 
 class Steps:
-    """Computes steps, each of so many seconds of Python and of the device."""
+    """Computes steps, each of ``python_s`` seconds of Python and ``device_s`` of the device."""
 
     def __init__(self, python_s: float, device_s: float) -> None:
         import torch
