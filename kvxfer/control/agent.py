@@ -225,7 +225,8 @@ class Agent:
             transfer: The transfer.
             generation: The newest generation whose blocks are given up.
             reason: Why, for the consumer and the log.
-            gone: Whether nothing will be offered again. The transfer then ends, with its two events unless they have come before.
+            gone: Whether nothing will be offered again. The transfer then ends, with its two events, unless they have come for this
+                generation or a newer one within the last lease. An engine waits for those of the last generation that it has named.
             kept: Whether the blocks stay as they are until the transfer's ``Released``. Consumers that are reading them then get
                 what has been offered, if that is enough for them (``Fetch.enough``). Only together with ``gone``.
 

@@ -86,7 +86,7 @@ class ProducerMachine:
             transfer: The transfer.
             generation: The newest generation that is given up.
             why: What consumers are told.
-            gone: Nothing will replace the blocks, and the transfer ends, unless its end has been reported before.
+            gone: Nothing will replace the blocks, and the transfer ends, unless its end has been reported for this generation or later.
             now: The time in seconds.
             kept: The blocks stay as they are until the release, so that consumers that are being served may finish with what has
                 been offered, if that is enough for them; the transfer ends after that.

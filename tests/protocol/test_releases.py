@@ -76,3 +76,10 @@ def test_an_offer_of_less_than_before_takes_nothing_back() -> None:
         asked = machine.message(b"1", m.FetchRequest(T, 1, b"d", 0, 8, BlockTable.of([[1, 4]]), 1, 60.0), 1.0)
         moved.append([action.plan.nbytes for action in asked if isinstance(action, Move)])
     assert moved[0] == moved[1] != []
+
+
+def test_a_transfer_that_has_ended_ends_again_for_a_newer_generation_alone() -> None:
+    """One that was never offered here: an engine waits until all ranks have ended the last generation that it has named."""
+    machine = ProducerMachine(LEASE, 30.0)
+    machine.offer(Offer(T, b"d", 0, 4, BlockTable.of([[2]]), True), 0.0)
+    assert [released(machine.revoke(T, g, GONE, True, 1.0)) for g in (0, 0, 1, 1, 0)] == [[0], [], [1], [], []]
