@@ -73,7 +73,7 @@ def servers(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFact
         yield Cluster(cluster.plain, *begun)
 
 
-def converse(cluster: Cluster, schema: str, seed: int, turns: int = 5) -> None:
+def converse(cluster: Cluster, schema: str, seed: int, turns: int = 3) -> None:
     """Prefill computes no more than what is new since the decode server's answer, and a block."""
     talk, text, had = Conversation(cluster.prefill, cluster.decode, schema), ids(70 + 9 * seed, seed), 0
     for number in range(turns):
