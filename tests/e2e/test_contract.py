@@ -17,7 +17,8 @@ from tests.e2e.models import EXACT_POSITIONS, LATENTS, write_mamba, write_mla, w
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
-WITHIN_S = 8.0
+WITHIN_S = 40.0
+"""Until a busy machine has let go of what was offered, which is less than a lease."""
 MODELS = {
     "llama": None,
     "window": (write_window, []),
@@ -81,14 +82,14 @@ def deployments(servers: Cluster, port: int) -> Iterator[dict[str, Deployment]]:
     """The servers behind a router of each schema."""
     at = "127.0.0.1", port
     routers = {name: Router(servers.prefill.url, servers.decode.url, schema, at) for name, schema in SCHEMAS.items()}
-    yield {name: deployed(servers, router) for name, router in routers.items()}
+    yield {name: deployed(servers, router, WITHIN_S) for name, router in routers.items()}
     for router in routers.values():
         router.stop()
 
 
-def deployed(cluster: Cluster, router: Router) -> Deployment:
+def deployed(cluster: Cluster, router: Router, within: float) -> Deployment:
     plain, prefill, decode = (HttpServer(s.url) for s in (cluster.plain, cluster.prefill, cluster.decode))
-    return Deployment(HttpServer(router.url), plain, [prefill], [decode], MODEL_NAME, WITHIN_S)
+    return Deployment(HttpServer(router.url), plain, [prefill], [decode], MODEL_NAME, within)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_a_router_that_drops_the_params_is_found(cluster: Cluster) -> None:
     try:
         (case,) = [case for case in CASES if case.name == "completion"]
         assert case.moves is Moves.YES
-        result = check(case, deployed(cluster, router), Texts())
+        result = check(case, deployed(cluster, router, 8.0), Texts())
     finally:
         router.make_good()
         router.stop()
