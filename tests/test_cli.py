@@ -244,6 +244,11 @@ def test_settings_that_are_none_are_told() -> None:
         assert result.exit_code == status and words in result.stderr
 
 
+def test_a_request_whose_name_is_no_text_is_asked_for() -> None:
+    result = run("why", "--decode", "127.0.0.1:1", os.fsdecode(b"\xff"))
+    assert result.exit_code == 3 and "cannot be reached" in " ".join(result.output.split())
+
+
 @pytest.mark.usefixtures("installed")
 def test_doctor_fails_where_what_is_configured_will_not_work() -> None:
     result = run("doctor", "--json", "--config", '{"backend": "idle"}')

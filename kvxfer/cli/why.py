@@ -58,7 +58,8 @@ def why(
     if not (decode or prefill):
         raise typer.BadParameter("give the address of an engine's directory", param_hint="--decode or --prefill")
     asker = _Asker(Security.of(read_settings(config)))
-    asked = Explain(request=request[:2000], most=last)
+    request = request[:2000].encode(errors="replace").decode()  # a shell passes on bytes that are no text
+    asked = Explain(request=request, most=last)
     at = (
         peer_address(text, option) if text else None for text, option in ((decode, "--decode"), (prefill, "--prefill"))
     )
