@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvxfer.cli.addresses import address_problems, told_address
+from kvxfer.cli.addresses import settings_problems, told_address
 from kvxfer.cli.main import build
 from kvxfer.cli.probing import probe_all
 from kvxfer.config import Config
@@ -206,6 +206,10 @@ def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_p
     [
         ({"key_file": "/nonexistent"}, "'/nonexistent'"),
         ({"peers": ["not a network"]}, "'peers'"),
+        (
+            {"trace": "/nonexistent/trace"},
+            "'trace': /nonexistent/trace cannot be written: No such file or directory; name",
+        ),
         ({"listen": "203.0.113.7"}, "cannot listen on 203.0.113.7 port any"),
         (
             {"advertise": "no-such-host.invalid"},
@@ -214,16 +218,25 @@ def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_p
     ],
 )
 def test_where_an_engine_would_not_be_found(settings: dict[str, Any], words: str) -> None:
-    [problem] = address_problems(Config.from_mapping(settings))
+    [problem] = settings_problems(Config.from_mapping(settings))
     assert words in problem
 
 
 def test_a_port_that_is_taken_and_free_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = Config(port=taken.getsockname()[1])
-        [problem] = address_problems(config)
+        [problem] = settings_problems(config)
+        [control] = settings_problems(Config(control_ports=str(config.port)))
     assert f"cannot listen on 127.0.0.1 port {config.port}: Address already in use" in problem
-    assert not address_problems(config) and not address_problems(config), "nothing is left open"
+    assert f"no port of 'control_ports' ({config.port}) is free" in control
+    assert not settings_problems(config) and not settings_problems(config), "nothing is left open"
+
+
+def test_a_trace_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept", tmp_path / "new"
+    kept.write_text("{}\n")
+    assert not any(settings_problems(Config(trace=str(path))) for path in (kept, new))
+    assert kept.read_text() == "{}\n" and not new.exists()
 
 
 @pytest.mark.usefixtures("installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
 import stat
@@ -14,9 +15,12 @@ from pathlib import Path
 import pytest
 import typer
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
 from kvxfer import keyring
+from kvxfer.cli.addresses import settings_problems
 from kvxfer.cli.keys import keys
 from kvxfer.config import Config
 from kvxfer.control import key_watch
@@ -52,6 +56,18 @@ def joined(path: Path, *texts: str) -> Path:
     path.write_text("".join(texts))
     path.chmod(0o600)
     return path
+
+
+def signed(
+    path: Path, issuer: x509.Name | None = None, signer: ec.EllipticCurvePrivateKey | None = None, until: int = 9999
+) -> Path:
+    """A file with a new key, which it or the issuer has signed."""
+    mine, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "x")])
+    dates = (datetime.datetime(2020, 1, 1), datetime.datetime(until, 12, 31))
+    leaf = x509.CertificateBuilder(issuer or name, name, mine.public_key(), 7, *dates)
+    pem = serialization.Encoding.PEM
+    text = mine.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return joined(path, (text + leaf.sign(signer or mine, hashes.SHA256()).public_bytes(pem)).decode())
 
 
 def security(path: Path) -> Security:
@@ -134,29 +150,10 @@ def test_an_engine_with_a_key_of_its_own_is_let_in_by_its_certificate(files: Fil
 
 def test_a_key_for_which_an_accepted_key_vouches_is_not_accepted(files: Files, tmp_path: Path, talk: Talk) -> None:
     """Else the holder of a key could make any number of others, and revoking one would not end them."""
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    issuer = x509.load_pem_x509_certificate(public(files, "a").encode())
-    secret = serialization.load_pem_private_key((read_keys(files["a"]).keys[0].secret or "").encode(), None)
-    assert isinstance(secret, ec.EllipticCurvePrivateKey)
-    mine = ec.generate_private_key(ec.SECP256R1())
-    leaf = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "forged")]))
-        .issuer_name(issuer.subject)
-        .public_key(mine.public_key())
-        .serial_number(7)
-        .not_valid_before(datetime.datetime(2020, 1, 1))
-        .not_valid_after(datetime.datetime(9999, 12, 31))
-        .sign(secret, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    text = mine.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    rogue = joined(tmp_path / "rogue", (text + leaf.public_bytes(pem)).decode(), public(files, "a"))
+    issuer = serialization.load_pem_private_key((read_keys(files["a"]).keys[0].secret or "").encode(), None)
+    assert isinstance(issuer, ec.EllipticCurvePrivateKey)
+    rogue = signed(tmp_path / "rogue", x509.load_pem_x509_certificate(public(files, "a").encode()).subject, issuer)
+    joined(rogue, rogue.read_text(), public(files, "a"))
     for ours, theirs in ((rogue, files["a"]), (files["a"], rogue)):
         connection, came = talk(security(ours), security(theirs))
         assert connection.lost and not came
@@ -228,6 +225,13 @@ def test_rights_of_others_are_remarked_on_once(
     assert len(warned) == len(said) and kept
     for text, words in zip(warned, said, strict=True):
         assert words in text and "chmod 600" in text and str(files["a"]) in text
+
+
+def test_doctor_refuses_a_key_whose_dates_are_over(files: Files, tmp_path: Path) -> None:
+    old = signed(tmp_path / "old", until=2021)
+    [problem] = settings_problems(Config(key_file=str(old)))
+    assert f"key {read_keys(old).keys[0].id} is refused (certificate has expired)" in problem
+    assert not settings_problems(Config(key_file=str(files["a"])))
 
 
 # --- read again ----------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""Checks that an engine could be reached where its settings say, without taking the port from an engine that runs or starts."""
+"""Checks that an engine could be started and reached as its settings say, without taking the port from one that runs or starts."""
 
 from __future__ import annotations
 
 import socket
+import ssl
+from pathlib import Path
 
 import msgspec
 import typer
@@ -11,8 +13,11 @@ from kvxfer.backend.ports import own_addresses
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.lookup import look_up
+from kvxfer.control.ports import listen_within
+from kvxfer.engine.trace import Trace
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.identity import Address, IdentityError, parse_address
+from kvxfer.keyring import KeySet
 from kvxfer.security import Security
 from kvxfer.settings import everywhere
 
@@ -41,30 +46,65 @@ def told_address(config: Config, automatic: bool) -> str:
     return f"{how}; this host also has {', '.join(others)}: set 'advertise' to one of them if peers should use it"
 
 
-def address_problems(config: Config) -> list[str]:
-    """Return why an engine with these settings could not serve its directory, or why peers would not find it."""
+def settings_problems(config: Config) -> list[str]:
+    """Return why an engine with these settings could not start, or why peers would not find it or refuse it; not what back ends need."""
     out = []
     try:
         Directory(msgspec.structs.replace(config, port=0), "doctor").close()
-        _check_port(config)
+        if (keys := Security.of(config).keys) is not None and (why := _refused(keys)):
+            advice = "make a key with `kvxfer keys` that all engines accept"
+            out.append(f"kvxfer setting 'key_file': key {keys.own} is refused ({why}): {advice}")
+        _Bind().listen(config.listen, config.port)
+        listen_within(_Bind(), config)
     except ConfigError as e:
         out.append(str(e))
     except OSError as e:
         out.append(f"{e}; set 'listen' to an address of this host and 'port' to one that no other process uses")
+    if config.trace is not None:
+        out += _unwritable(Path(config.trace))
     return out
 
 
-def _check_port(config: Config) -> None:
-    """Raise OSError if the port cannot be had. An engine that starts meanwhile still gets it, because nothing listens here."""
-    family, *_, where = socket.getaddrinfo(
-        config.listen, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _unwritable(trace: Path) -> list[str]:
+    """Return why an engine could not write its trace there. Leaves no new file."""
+    there = trace.exists()
+    try:
+        Trace(str(trace), "doctor")
+    except ConfigError as e:
+        return [str(e)]
+    if not there:
+        trace.resolve().unlink()
+    return []
+
+
+class _Bind:
+    """Stands for what listens. An engine that starts meanwhile still gets its ports, because nothing listens here."""
+
+    def listen(self, host: str, port: int) -> int:
+        """Raise OSError if the port cannot be had."""
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family) as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                bound.bind(where[:2])
+            except OSError as e:
+                raise OSError(e.errno, f"cannot listen on {host} port {port}: {e.strerror}") from None
+        return port
+
+
+def _refused(keys: KeySet) -> str:
+    """Return why a peer that accepts the own key would refuse it all the same, as one that has expired; empty if none would."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = keys.client.wrap_bio(to_client, to_server)
+    server = keys.server.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server) * 2:
         try:
-            bound.bind(where[:2])
-        except OSError as e:
-            raise OSError(e.errno, f"cannot listen on {config.listen} port {config.port}: {e.strerror}") from None
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as e:
+            return e.verify_message
+    return ""
 
 
 def directory_address(config: Config) -> Address:

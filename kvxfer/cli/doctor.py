@@ -13,7 +13,7 @@ import typer
 from rich.table import Column, Table
 
 import kvxfer
-from kvxfer.cli.addresses import address_problems, directory_address, peer_address, running_engine, told_address
+from kvxfer.cli.addresses import directory_address, peer_address, running_engine, settings_problems, told_address
 from kvxfer.cli.compare import differences
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import check_device, host_facts
@@ -121,8 +121,8 @@ def _report(settings: Config, peers: Sequence[Address], say: Say) -> dict[str, A
     }
     say("looking for an engine that runs here ...")
     report["running"] = running_engine(settings)
-    free = settings if report["running"] is None else msgspec.structs.replace(settings, port=0)
-    report["problems"] = [*address_problems(free), *_backend_problems(report, settings)]
+    free = settings if report["running"] is None else msgspec.structs.replace(settings, port=0, control_ports=None)
+    report["problems"] = [*settings_problems(free), *_backend_problems(report, settings)]
     report["peers"] = []
     for at in peers:
         say(f"visiting the engine at {at} ...")

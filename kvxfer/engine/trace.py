@@ -16,6 +16,7 @@ from kvxfer.text import printable
 
 log = logger("kvxfer.engine")
 
+_ADVICE = "name a file that the engine may write, in a folder that exists"
 LOG_EVERY_S = 10.0
 """Seconds from one log line to the next about loads that failed in the same way, with the same peer."""
 
@@ -56,10 +57,10 @@ class Trace:
         try:
             # A pipe would hold the scheduler up until a program reads.
             if os.path.exists(path) and not os.path.isfile(path):
-                raise ConfigError(f"kvxfer setting 'trace': {path} is not a file")
+                raise ConfigError(f"kvxfer setting 'trace': {path} is not a file; {_ADVICE}")
             open(path, "a", encoding="utf-8").close()
         except OSError as e:
-            raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}") from e
+            raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}; {_ADVICE}") from e
         self._path, self._engine = path, engine
         self._torn = False  # the last line of the file is not whole
         self._repeats = Repeats(LOG_EVERY_S)

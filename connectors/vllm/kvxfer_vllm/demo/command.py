@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvxfer.cli.addresses import address_problems
+from kvxfer.cli.addresses import settings_problems
 from kvxfer.cli.terminal import make_console, verbatim
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
@@ -65,7 +65,7 @@ def _settings(backend: str, config: str) -> dict[str, Any]:
     """Return the settings of the engines, checked now because they start later in processes of their own."""
     settings = {"backend": backend, **json_object(config, "--config")}
     checked = Config.from_mapping(settings).located()
-    if problems := address_problems(checked):
+    if problems := settings_problems(checked):
         raise ConfigError("; ".join(problems))
     if checked.backend != AUTO:
         probe = registry.probed(registry.load(checked.backend))
