@@ -5,7 +5,6 @@ Any thread may use them. A file that has become unusable changes nothing: the ke
 
 from __future__ import annotations
 
-import errno
 import os
 import ssl
 import stat
@@ -21,11 +20,10 @@ from kvxfer import clock
 from kvxfer.errors import ConfigError
 from kvxfer.keyfile import Key, KeyFile, damaged
 from kvxfer.logs import logger
+from kvxfer.settings import read_file
 
 log = logger("kvxfer.security")
 
-MAX_BYTES = 4 << 20
-"""The most bytes of a key file: thousands of keys."""
 SETTLES_S = 2.0
 """A file that was written within these seconds is read at each look, because another write may leave its time and size the same."""
 BROKEN_S = 1.0
@@ -127,14 +125,7 @@ class KeyRing:
 
     def _read(self) -> tuple[tuple[int, ...] | None, str]:
         """Return what tells this state of the file from others, ``None`` if nothing does yet, and its text."""
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file")
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES >> 20} MiB")
+        data, status = read_file(self._path)
         self._warn(status.st_mode)
         settled = abs(time.time() - status.st_mtime) > SETTLES_S
         return (_identity(status) if settled else None), data.decode(errors="replace")
@@ -224,7 +215,7 @@ def read_keys(path: Path) -> KeyFile:
         ConfigError: The file cannot be read, or is malformed; the message says where, and what to do.
     """
     try:
-        return KeyFile.parse(path.read_text(errors="replace"))
+        return KeyFile.parse(read_file(path)[0].decode(errors="replace"))
     except OSError as e:
         raise ConfigError(f"cannot read the key {str(path)!r}: {e.strerror}") from None
     except ConfigError as e:

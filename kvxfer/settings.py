@@ -6,9 +6,12 @@ ends use this too: ``read(Options, options, "option {!r} of back end 'mine'")``.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
+import os
 import socket
+import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -41,10 +44,14 @@ __all__ = [
     "own_address",
     "port_range",
     "read",
+    "read_file",
     "unmapped",
 ]
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_BYTES = 4 << 20
+"""The most bytes of a file that a user names: thousands of keys."""
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 WILDCARDS = frozenset({"0.0.0.0", "::", "*"})
@@ -95,7 +102,7 @@ def json_object(text: str, naming: str, or_file: bool = False) -> dict[str, Any]
     is_no = "is neither a JSON object nor the path of a file with one" if or_file else "is not JSON"
     try:
         if or_file and not text.lstrip().startswith("{"):
-            text = Path(text).read_text("utf-8-sig")
+            text = read_file(text)[0].decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=partial(_each_once, naming))
     except RecursionError:
         raise ConfigError(f"{naming} is nested too deeply") from None
@@ -105,6 +112,23 @@ def json_object(text: str, naming: str, or_file: bool = False) -> dict[str, Any]
     if not isinstance(value, dict):
         raise ConfigError(f"{naming} must be a JSON object, not a {type(value).__name__}")
     return value
+
+
+def read_file(path: str | Path, most: int = MAX_BYTES) -> tuple[bytes, os.stat_result]:
+    """Return what is in a file that a user names, and its status. Waits for no pipe or device.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or has more than ``most`` bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB")
+    return data, status
 
 
 def _each_once(naming: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

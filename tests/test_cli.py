@@ -262,6 +262,14 @@ def test_a_request_whose_name_is_no_text_is_asked_for() -> None:
     assert result.exit_code == 3 and "cannot be reached" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    "words", ["doctor --config FILE", "why --decode 127.0.0.1:1 --config FILE", "keys FILE show", "bench table FILE"]
+)
+def test_a_file_without_an_end_is_refused(words: str) -> None:
+    result = run(*words.replace("FILE", "/dev/zero").split())
+    assert result.exit_code and "it is not a regular file" in " ".join(result.stderr.split())
+
+
 @pytest.mark.usefixtures("installed")
 def test_doctor_fails_where_what_is_configured_will_not_work() -> None:
     result = run("doctor", "--json", "--config", '{"backend": "idle"}')

@@ -1,5 +1,6 @@
 """Reading the configuration: what is accepted, and what a mistake is told."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,11 @@ def test_settings_are_read_from_a_file_as_well(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     file.write_bytes(b'\xef\xbb\xbf{"lease": 5}')
     assert json_object(str(file), "it", or_file=True) == {"lease": 5}
-    for nothing in (str(tmp_path / "none"), str(tmp_path), "\0", "x" * 5000):
+    pipe, long = tmp_path / "pipe", tmp_path / "long"
+    os.mkfifo(pipe)  # opening it would take until somebody writes
+    long.touch()
+    os.truncate(long, 10 << 30)
+    for nothing in (str(tmp_path / "none"), str(tmp_path), "\0", "x" * 5000, str(pipe), str(long), "/dev/zero"):
         with pytest.raises(ConfigError, match="neither a JSON object nor the path of a file with one") as error:
             json_object(nothing, "it", or_file=True)
         assert len(str(error.value)) < 500

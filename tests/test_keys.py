@@ -413,6 +413,8 @@ def test_the_program_says_what_it_cannot_do(files: Files, tmp_path: Path) -> Non
     run(files["a"], "accept", joined(tmp_path / "b.pub", run(files["b"], "public")))
     with pytest.raises(ConfigError, match="cannot be presented"):
         run(files["a"], "first", key(files, "b"))
-    with pytest.raises(ConfigError, match="cannot read the key"):
-        run(tmp_path / "nowhere", "show")
+    os.mkfifo(tmp_path / "pipe")  # opening it would take until somebody writes
+    for nothing in (tmp_path / "nowhere", tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(ConfigError, match="cannot read the key"):
+            run(nothing, "show")
     assert files["a"].read_text() == before + public(files, "b")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvxfer.errors import ConfigError
-from kvxfer.settings import json_object
+from kvxfer.settings import json_object, read_file
 
 
 def tables(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -43,8 +43,9 @@ def table(
     """Print the JSON lines of other benchmarks as Markdown tables, with a section for each file."""
     for file in files:
         try:
-            lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-        except UnicodeDecodeError as e:
-            raise ConfigError(f"{file} is no text: {e}") from None
+            lines = enumerate(read_file(file)[0].decode().splitlines(), 1)
+        except (OSError, UnicodeDecodeError) as e:
+            why = e.strerror if isinstance(e, OSError) else e
+            raise ConfigError(f"cannot read {str(file)!r}: {why}") from None
         rows = [json_object(line, f"{file}, line {number}") for number, line in lines]
         typer.echo(f"## {file.stem}\n\n{tables(rows)}\n")
