@@ -1,13 +1,14 @@
-"""The threads of kvxfer: daemons, whose names debuggers and ``top -H`` show as well."""
+"""The threads of kvxfer: daemons, whose names debuggers and ``top -H`` show as well. And which processes Ctrl-C reaches."""
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = ["NamedThread", "name_this_thread"]
+__all__ = ["NamedThread", "name_this_thread", "without_interrupts"]
 
 _LONGEST = 15
 """The number of characters of a thread's name that the kernel keeps."""
@@ -41,3 +42,16 @@ def name_this_thread() -> None:
         path = f"/proc/self/task/{threading.get_native_id()}/comm"
         with open(path, "w") as file:
             file.write(threading.current_thread().name[:_LONGEST])
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Keep Ctrl-C (SIGINT) from the processes that this thread starts within the block, and ends itself."""
+    from multiprocessing import resource_tracker  # imported here because engines do not need it
+
+    resource_tracker.ensure_running()  # which multiprocessing starts before its first process, and then lets interrupts through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

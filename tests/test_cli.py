@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from kvxfer.cli.main import build
 from kvxfer.cli.probing import probe_all
 from kvxfer.config import Config
 from kvxfer.security import make_key
+from kvxfer.testing.engine import until
 from kvxfer.transport import registry
 from tests.stand_in import asked_by_forks  # noqa: F401  a fixture
 
@@ -87,6 +90,9 @@ family = typer.Typer()
 family.command("hello")(hello)
 family.command("fails")(fails)
 """
+
+ENOUGH = re.compile(r"\d$|moving")
+"""What a command writes once its processes run: the number of one, or a benchmark's progress."""
 
 
 @pytest.fixture
@@ -176,6 +182,39 @@ def test_a_probe_that_hangs_is_given_up(tmp_path: Path) -> None:
     probes = probe_all(["third_party_backend:Hangs"], patience_s=2)
     assert "did not finish in time" in probes["third_party_backend:Hangs"].probe.reason
     assert not Path("/proc", (tmp_path / "third_party_backend.py.pid").read_text()).exists(), "its process is left"
+
+
+@pytest.mark.parametrize(
+    ("words", "begun"),
+    [
+        (["doctor", "--config", '{"backend": "third_party_backend:Hangs"}'], "third_party_backend.py.pid"),
+        (["bench", "transfer"], "said"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_interrupt_ends_a_command_and_all_its_processes_without_a_word(
+    words: list[str], begun: str, tmp_path: Path
+) -> None:
+    """Ctrl-C in a terminal, which all processes of a command are told of."""
+    (tmp_path / "third_party_backend.py").write_text(BACKEND)
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    with (tmp_path / "said").open("w+b") as said:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "kvxfer", *words],
+            stdout=said,
+            stderr=said,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+        )
+        try:
+            until(lambda: (there := tmp_path / begun).exists() and ENOUGH.search(there.read_text()))
+            os.killpg(child.pid, signal.SIGINT)
+            assert child.wait(30) == 130
+        finally:
+            child.kill()
+    text = (tmp_path / "said").read_text()
+    assert "Traceback" not in text and "KeyboardInterrupt" not in text
+    assert begun == "said" or not Path("/proc", (tmp_path / begun).read_text()).exists(), "a process is left"
 
 
 def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_path: Path) -> None:

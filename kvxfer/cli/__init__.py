@@ -20,4 +20,6 @@ def run(name: str | None = None) -> None:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"kvxfer: the program needs {error.name}, which is not installed; in a checkout: pip install '.[cli]'")
+    except KeyboardInterrupt:
+        sys.exit(130)
     app(prog_name=name)

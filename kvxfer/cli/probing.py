@@ -23,6 +23,7 @@ import msgspec
 from kvxfer.backend.ports import Port, listening
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, KvxferError
+from kvxfer.threads import without_interrupts
 from kvxfer.transport import Probe, registry
 from kvxfer.transport.auto import AUTO, options_for
 
@@ -56,7 +57,8 @@ def probe_all(names: Iterable[str], config: Config | None = None, patience_s: fl
     asking = apart.Process(
         target=_ask, args=(tuple(names), config or Config(), patience_s, theirs), name="kvxfer-probes"
     )
-    asking.start()
+    with without_interrupts():
+        asking.start()
     theirs.close()
     try:
         if not ours.poll(patience_s + GRACE_S):

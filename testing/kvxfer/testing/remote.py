@@ -19,6 +19,7 @@ from typing import Any
 
 from kvxfer import errors
 from kvxfer.errors import KvxferError
+from kvxfer.threads import without_interrupts
 
 STOP_S = 60.0
 
@@ -44,7 +45,8 @@ def apart(serve: Callable[..., None], *args: Any) -> BaseProcess:
     """
     errors = Connection(os.dup(2), readable=False)
     process = _forks.Process(target=_begin, args=(serve, args, dict(os.environ), errors), daemon=True)
-    process.start()
+    with without_interrupts():
+        process.start()
     _begun.add(process)
     errors.close()
     return process
@@ -58,6 +60,8 @@ def _begin(
     for stream in (1, 2):
         os.dup2(errors.fileno(), stream)
     errors.close()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     serve(*args)
 
 
@@ -87,8 +91,8 @@ def _serve(
         pipe.send((None, value if tells else None))
         return value
 
-    served = answer(partial(make, *args), tells=False)
-    with contextlib.suppress(EOFError):  # our parent is gone
+    with contextlib.suppress(EOFError, BrokenPipeError):  # our parent is gone
+        served = answer(partial(make, *args), tells=False)
         while served is not None and (call := next_call(served, pipe)) is not None:
             answer(partial(_called, served, *call))
         if served is not None:

@@ -159,9 +159,8 @@ def _pytest(file: Path, folder: str, record: Path, subject: Mapping[str, Any], o
     # It imports what this process does, whatever lies in the current folder: a checkout of kvxfer, say.
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment.pop("PYTEST_ADDOPTS", None)
-    child = subprocess.Popen(
-        [*command, *(["-k", only] if only else []), *(["-x"] if fail_fast else [])], env=environment
-    )
+    command += [*(["-k", only] if only else []), *(["-x"] if fail_fast else [])]
+    child = subprocess.Popen(command, env=environment, process_group=0)  # which Ctrl-C does not reach
     size, until = 0, time.monotonic() + STUCK_S
     try:
         while True:
@@ -175,7 +174,8 @@ def _pytest(file: Path, folder: str, record: Path, subject: Mapping[str, Any], o
                 return f"it hangs: no result in {STUCK_S:g} s"
             return f"the process died of {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     finally:
-        child.kill()
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
 
 
