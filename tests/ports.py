@@ -6,7 +6,10 @@ import random
 import socket
 from contextlib import ExitStack
 
-__all__ = ["free_ports"]
+__all__ = ["NOBODY", "free_ports"]
+
+NOBODY = 1
+"""A port where nobody listens. One that was free a moment ago may be somebody's by now: another test's, at the same time."""
 
 
 def free_ports(count: int) -> int:

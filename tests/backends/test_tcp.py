@@ -26,6 +26,7 @@ from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 from tests.backends.conftest import world_of
 from tests.descriptors import sockets
+from tests.ports import NOBODY
 
 NODELAY, KEEPALIVE = (socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 BACKEND = "tcp"
@@ -364,10 +365,7 @@ def test_strangers_are_bounded_in_number_and_time(world: World) -> None:
 def test_nobody_there_is_told_at_once(world: World) -> None:
     a = world.local()
     world.allocate(a)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    peer = a.connect(a.endpoint(), Endpoint("nobody", "127.0.0.1", port, new_token(), 1, (0,)).encode())
+    peer = a.connect(a.endpoint(), Endpoint("nobody", "127.0.0.1", NOBODY, new_token(), 1, (0,)).encode())
     batch = Batch(Verb.READ, peer, 0, np.array([N]), np.array([0]), 0, np.array([0]))
     [result] = world.finish(Started([(a, a.submit(batch))]))
     assert result.error is not None and "refused" in result.error and "nobody" in result.error

@@ -1,7 +1,6 @@
 """What only the other side can know comes back with its own kind at once, though the deadlines are far."""
 
 import re
-import socket
 import time
 from collections.abc import Callable
 
@@ -15,17 +14,12 @@ from kvxfer.failures import Failure, FailureKind
 from kvxfer.identity import TransferId
 from kvxfer.testing.fake import FakeTransport
 from tests.control.conftest import Ended, fetch, offered, until
+from tests.ports import NOBODY
 
 K = FailureKind
 T = TransferId("own/1/x", 0)
 FAR = {"transfer_timeout": 300.0, "peer_timeout": 100.0, "lease": 300.0}
 """Far behind the end of a test that waits for an answer."""
-
-
-def nobody() -> int:
-    """A port where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def told(agent, source: Source, **more) -> Failure:
@@ -38,7 +32,7 @@ def told(agent, source: Source, **more) -> Failure:
 
 
 ANSWERS: dict[str, tuple[Callable[..., tuple[Source, dict]], FailureKind, str]] = {
-    "nobody listens": (lambda p: (Source("127.0.0.1", nobody(), 7), {}), K.NO_SUCH_ENGINE, "Connection refused"),
+    "nobody listens": (lambda p: (Source("127.0.0.1", NOBODY, 7), {}), K.NO_SUCH_ENGINE, "Connection refused"),
     "no such name": (lambda p: (Source("gone.invalid", 7000, 7), {}), K.REFUSED, "'gone.invalid' is a name"),
     "another engine": (lambda p: (Source("127.0.0.1", p.source.port, 7), {}), K.NO_SUCH_ENGINE, "has restarted since"),
     "forgotten": (lambda p: (p.source, {"offered": True}), K.WITHDRAWN, "not known here any more"),
@@ -68,7 +62,7 @@ def test_the_other_side_answers_at_once(engine, case: str) -> None:
 def test_where_a_router_named_the_engine_it_is_waited_for_and_the_reason_stays(engine) -> None:
     """It may be about to start; who waits in vain is told what stood in the way, not that nobody answered."""
     begun = time.monotonic()
-    failure = told(engine({}, peer_timeout=0.6).agents[0], Source("127.0.0.1", nobody(), 0))
+    failure = told(engine({}, peer_timeout=0.6).agents[0], Source("127.0.0.1", NOBODY, 0))
     assert time.monotonic() - begun >= 0.6
     assert failure.kind is K.PEER_UNREACHABLE
     assert "it cannot be reached: Connection refused, for 0.6 s" in failure.detail
