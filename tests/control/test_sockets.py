@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -96,6 +96,38 @@ def test_strangers_take_the_place_of_nobody_who_has_the_key(tmp_path: Path, monk
 
         polled(hear, ours, theirs)
         assert m.decode(heard[0]) == m.Ping(1)
+
+
+def test_who_does_not_hang_up_after_the_last_message_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept, "GUESTS", 4)
+    with pair(OPEN) as (ours, theirs, port), ExitStack() as stack:
+        connection = ours.dial(address("127.0.0.1", port), None, m.MAX_BYTES)
+        polled(lambda: connection.opened, ours, theirs)
+        ours.finish(connection)
+        door = ours.listen("127.0.0.1", 0)
+        for _ in range(8):
+            stack.enter_context(socket.create_connection(("127.0.0.1", door)))
+        polled(lambda: connection.lost, ours)
+        assert connection.lost is not None and "it was silent for longest" in connection.lost
+
+
+def test_who_goes_on_sending_after_the_last_message_is_cut_off() -> None:
+    with ExitStack() as stack:
+        hub = ControlSockets(OPEN)
+        stack.callback(hub.close)
+        stranger = stack.enter_context(socket.create_connection(("127.0.0.1", hub.listen("127.0.0.1", 0))))
+        stranger.setblocking(False)
+        polled(lambda: hub._by_fd, hub)
+        (connection,) = hub._by_fd.values()
+        hub.finish(connection)
+
+        def sends() -> bool:
+            with suppress(BlockingIOError):
+                stranger.send(bytes(1 << 16))
+            return connection.lost is not None
+
+        polled(sends, hub)
+        assert connection.lost == "it goes on sending after the last message"
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0"])
