@@ -6,18 +6,21 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from kvxfer.control import outbound
+from kvxfer.control.resolver import KEPT_S, PROBE_S, Resolver
+from kvxfer.control.sockets import ControlSockets
 from kvxfer.failures import FailureKind
-from kvxfer.geometry import Rank
+from kvxfer.geometry import Cache, Rank
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
+from kvxfer.security import OPEN
 from tests.control.conftest import SeededEngine, fetch, offered, until, works
 from tests.control.stranger import served
 
@@ -184,3 +187,20 @@ def _closed(sock: socket.socket) -> bool:
         return False
     except ConnectionError:
         return True
+
+
+def test_a_silent_directory_is_asked_until_nobody_has_wanted_it_for_long() -> None:
+    """What it is asked with takes a connection, and a place among the sources."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, closing(ControlSockets(OPEN)) as hub:
+        source = Source("127.0.0.1", silent.getsockname()[1], 0)
+        me = m.RankDescriptor("tcp://127.0.0.1:1", 1, Cache((), (), ()), ())
+        resolver = Resolver(hub, me, 1.0, {}, lambda *_: pytest.fail("nothing was answered"))
+        assert resolver.ask(source, None, 0.0) is None
+        last, said, wanted = 0.0, [], False
+        while (now := resolver.next_tick()) is not None and now < 3 * KEPT_S:
+            last = now
+            said += [failure.kind for _, failure in resolver.tick(now)]
+            if not wanted and now >= KEPT_S / 2:
+                wanted, failure = True, resolver.ask(source, None, now)
+                assert failure is not None and "and has not since" in failure.detail
+        assert said == [K.PEER_UNREACHABLE] and 1.5 * KEPT_S <= last <= 1.5 * KEPT_S + 2 * PROBE_S
