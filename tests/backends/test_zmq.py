@@ -97,6 +97,20 @@ def test_a_skipped_stream_fails(world: World) -> None:
     assert result.error is not None and "skipped" in result.error
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["SEND", "RECV"])
+def test_a_half_that_comes_after_the_other_was_given_up_ends(world: World, first: int) -> None:
+    a, b, link = world.pair()
+    halves = link.halves(TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
+    (giver, given_up), (other, late) = halves[first], halves[1 - first]
+    started = Started([(giver, giver.submit(given_up))])
+    giver.abort(started.halves[0][1])
+    world.finish(started)
+    world.run(0.05)  # until the other side has heard of it
+    [result] = world.finish(Started([(other, other.submit(late))]))
+    assert result.error is not None and "the other side aborted it" in result.error
+    world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
+
+
 class Impostor:
     """Speaks raw ZeroMQ to a transport, as a peer that holds a valid endpoint: everything else is up to the test."""
 
