@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,7 @@ def test_an_interrupt_ends_a_command_and_all_its_processes_without_a_word(
             stderr=said,
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
         )
         try:
             until(lambda: (there := tmp_path / begun).exists() and ENOUGH.search(there.read_text()))
