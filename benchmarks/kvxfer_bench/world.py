@@ -185,9 +185,7 @@ class RankedEngine(AgentEngine):
         for rank in range(self._tp):
             at = self._rng.uniform(0, LAG_S)
             for generation in map(Generation, range(1, generations + 1)):
-                if (
-                    generation > 1
-                ):  # a preemption: what was offered is taken back, and computed again in the same blocks
+                if generation > 1:  # a preemption: what was offered is taken back, and computed again in its blocks
                     at += self._rng.uniform(0, 4 * LAG_S)
                     self._at(at, partial(self._take_back, rank, number, Generation(generation - 1), False))
                 for tokens in (2 * BLOCK_TOKENS, 4 * BLOCK_TOKENS, EACH * BLOCK_TOKENS):

@@ -105,7 +105,8 @@ def test_a_half_that_comes_after_the_other_was_given_up_ends(world: World, first
     started = Started([(giver, giver.submit(given_up))])
     giver.abort(started.halves[0][1])
     world.finish(started)
-    world.run(0.05)  # until the other side has heard of it
+    # Messages keep their order, so after this the other side has heard of it.
+    world.move(link, TransferMode.SEND, b, a, Runs.of([0], [0], [1000]))
     [result] = world.finish(Started([(other, other.submit(late))]))
     assert result.error is not None and "the other side aborted it" in result.error
     world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
