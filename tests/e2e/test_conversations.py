@@ -27,7 +27,7 @@ from tests.e2e.forked import Forked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(560)]
 
-SETTINGS = {**PATIENT, "ask_timeout": 10.0, "trust_sources": True}
+SETTINGS = {**PATIENT, "ask": "always", "ask_timeout": 10.0, "trust_sources": True}
 NIXL = {
     "kv_connector": "NixlConnector",
     "kv_connector_module_path": "kvxfer_vllm.nixl",

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 require("vllm")
 
 Make = Callable[..., "PlayedEngine"]
+PATIENT = {"ask": "always", "ask_timeout": 10.0}
+"""On a busy machine an answer takes its time, and loads look slower than these engines, which compute nothing."""
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def played(wire: Wire, tmp_path: pathlib.Path, overlap: bool = False) -> Iterato
             kv_connector_module_path="kvxfer_vllm",
             kv_role=role,
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"trust_sources": True, **more.pop("extra", {})},
+            kv_connector_extra_config={**PATIENT, "trust_sources": True, **more.pop("extra", {})},
         )
         if any(group.state and not group.aligned for group in groups):
             more["caching"] = False  # vLLM has no prefix caching where it keeps one state for a request

@@ -85,9 +85,8 @@ def test_a_load_brings_all_but_the_last_token(seed: int) -> None:
     case = drawn(random.Random(seed))
     wire, text = Wire(), prompt(case.tokens)
     with tempfile.TemporaryDirectory() as folder, played(wire, pathlib.Path(folder), case.overlap) as make:
-        room: dict[str, Any] = {"blocks": 160, "extra": {"ask_timeout": 10.0}}
-        p = make(case.groups, size=case.blocks[0], budget=case.chunk, **room)
-        d = make(case.groups, size=case.blocks[1], budget=512, **room)
+        p = make(case.groups, size=case.blocks[0], budget=case.chunk, blocks=160)
+        d = make(case.groups, size=case.blocks[1], budget=512, blocks=160)
         if case.had:
             check(d, computes(d, text[: case.had], {}, n=1), text[: case.had], 1)
         to_p, to_d = both(p, "job") if case.at_once else (OFFER, {})

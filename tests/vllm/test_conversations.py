@@ -20,16 +20,6 @@ from tests.vllm.wire import Wire
 overlap = both_ways
 
 
-@pytest.fixture
-def make(make: Make) -> Make:
-    """Engines that wait for an answer on a busy machine, too."""
-
-    def build(*args: Any, **more: Any) -> PlayedEngine:
-        return make(*args, **{**more, "extra": {"ask_timeout": 10.0, **more.get("extra", {})}})
-
-    return build
-
-
 Schema = Callable[[PlayedEngine, dict[str, Any]], dict[str, Any]]
 
 

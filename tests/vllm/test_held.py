@@ -17,7 +17,6 @@ from tests.vllm.engine import ALIGNED, BLOCK, Group, PlayedEngine, answer, ours,
 from tests.vllm.test_conversations import ask, named, rest
 from tests.vllm.wire import Wire
 
-PATIENT = {"ask_timeout": 10.0}
 FINDS_BESIDE_DRAFTS = hasattr(kv_cache_coordinator, "eagle_proof_margin")
 """Whether vLLM, if it drafts, finds a whole prefix in several groups; 0.31 drops a block in each round of its lookup."""
 
@@ -29,7 +28,7 @@ def source(p: PlayedEngine) -> dict[str, list[str]]:
 
 def test_a_prompt_without_its_last_token_is_not_taken_for_the_whole_one(make: Make) -> None:
     """Who offers a state computes no last token, and samples another one in its place; the whole prompt may be cached, too."""
-    p, d = (make(ALIGNED, blocks=120, extra=PATIENT) for _ in range(2))
+    p, d = (make(ALIGNED, blocks=120) for _ in range(2))
     text = prompt(4 * BLOCK)
     p.run(until=p.add([*text, 5], n=2))
     offering = ask(p, text, OFFER)
@@ -57,7 +56,7 @@ def test_a_prompt_that_others_have_as_well_keeps_its_last_token_there(make: Make
 @pytest.mark.parametrize("before", range(4))
 def test_a_state_that_its_request_computes_on(make: Make, wire: Wire, n: int, before: int) -> None:
     """vLLM caches the state at the end of a prompt within a block, and copies it away only when it overwrites it."""
-    p, d = (make(ALIGNED, size=2 * BLOCK, hashed=BLOCK, blocks=120, extra=PATIENT) for _ in range(2))
+    p, d = (make(ALIGNED, size=2 * BLOCK, hashed=BLOCK, blocks=120) for _ in range(2))
     text = prompt(n)
     running = p.add(text, n=30)
     p.steps(before)
@@ -89,7 +88,7 @@ KINDS = {
 def test_engines_that_draft_are_asked_for_prefixes(make: Make, kinds: tuple[Group, ...]) -> None:
     """vLLM's own lookup drops the last block of a hit, for the sake of drafts."""
     groups = tuple(replace(group, drafts=2) if group.state else group for group in kinds)
-    p, d = (make(groups, guesses=2, blocks=200, extra=PATIENT) for _ in range(2))
+    p, d = (make(groups, guesses=2, blocks=200) for _ in range(2))
     text = prompt(100)
     ask(p, text, {}, n=40)
     longer = [*text, *answer(text, 40), *prompt(9, seed=3)]
@@ -133,7 +132,7 @@ def test_what_a_load_has_left_out_is_not_found_once_it_is_answered(
 ) -> None:
     """An engine keeps the ends of answers findable, but not the blocks behind a window that no producer has."""
     groups = (Group(), Group(window=16, retained=retained))
-    p, d = (make(groups, blocks=120, extra=PATIENT) for _ in range(2))
+    p, d = (make(groups, blocks=120) for _ in range(2))
     text = prompt(n)
     bring(p, d, text, asked)
     assert not wrong_behind(d, text)
@@ -145,7 +144,7 @@ def test_what_a_load_has_left_out_is_not_found_once_it_is_answered(
 def test_a_window_from_an_engine_with_smaller_blocks(make: Make, n: int, window: int, asked: bool) -> None:
     """It has given up what lies behind the window, which the other one's first block has room for."""
     groups = (Group(), Group(window=window))
-    p, d = make(groups, blocks=120), make(groups, blocks=120, size=2 * BLOCK, extra=PATIENT)
+    p, d = make(groups, blocks=120), make(groups, blocks=120, size=2 * BLOCK)
     text = prompt(n)
     bring(p, d, text, asked)
     assert not wrong_behind(d, text)

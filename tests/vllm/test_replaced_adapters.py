@@ -20,7 +20,7 @@ TOLD = pytest.mark.parametrize("told", [False, True], ids=["reread", "loaded aga
 @pytest.fixture
 def pair(make: Make) -> tuple[PlayedEngine, PlayedEngine]:
     """Two engines that have loaded the adapter with the same weights; the first computes long prompts in several steps."""
-    made = make(budget=32), make(extra={"ask_timeout": 10.0, "ask": "always"})
+    made = make(budget=32), make()
     for engine in made:
         engine.load_adapter(1, "x")
     return made

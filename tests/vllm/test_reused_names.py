@@ -68,7 +68,7 @@ def test_one_that_waits_when_another_comes(make: Make) -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_what_was_computed_before_is_not_found(make: Make, again: bool) -> None:
     """Its blocks may have been evicted since, and computed again from the other image under the same hashes. The text before is found."""
-    p, d = (engine(make, blocks=120, extra={"ask_timeout": 10.0}) for _ in range(2))
+    p, d = (engine(make, blocks=120) for _ in range(2))
     text = prompt(100)
     p.run(until=ask(p, {}, 1, {**image(1, offset=40, name="x"), "tokens": text}))
     if again:

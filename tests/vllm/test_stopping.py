@@ -18,7 +18,6 @@ from tests.vllm.conftest import Make, both_ways
 from tests.vllm.engine import BLOCK, FULL, HYBRID, Group, PlayedEngine, answer, prompt
 
 overlap = both_ways
-EXTRA = {"ask_timeout": 10.0}
 DRAIN_S = 100.0
 """So long does an engine stay after the last question."""
 
@@ -28,7 +27,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]
 
     def __init__(self, make: Make, shutdown: int, groups: Sequence[Group] = FULL, **extra: Any) -> None:
         self.shutdown_state, self.input_queue = 0, queue.Queue()
-        self.engine: PlayedEngine = make(groups, blocks=120, shutdown=shutdown, extra={**EXTRA, **extra})
+        self.engine: PlayedEngine = make(groups, blocks=120, shutdown=shutdown, extra=extra)
 
     def stop(self) -> None:
         """What vLLM does when it is asked to stop, and has been given time for that."""
@@ -73,7 +72,7 @@ def test_a_request_that_is_cut_off_goes_on_with_its_kv(
     clock: SetForward, make: Make, groups: Sequence[Group], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A window is found at the place where the answer was cut off, which is not one that vLLM keeps by default."""
-    home, d2, text = Core(make, 600, groups, drain=DRAIN_S), make(groups, blocks=120, extra=EXTRA), prompt(50)
+    home, d2, text = Core(make, 600, groups, drain=DRAIN_S), make(groups, blocks=120), prompt(50)
     name = home.engine.add(text, {"kvxfer_sources": []}, n=100)
     while len(home.engine.said.get(name, ())) < 40:
         home.engine.step()
@@ -96,7 +95,7 @@ def test_a_request_that_is_cut_off_goes_on_with_its_kv(
 
 
 def test_a_question_makes_it_stay_longer(clock: SetForward, make: Make, home: Core) -> None:
-    others, texts = [make(blocks=120, extra=EXTRA) for _ in range(3)], [prompt(60, seed) for seed in range(3)]
+    others, texts = [make(blocks=120) for _ in range(3)], [prompt(60, seed) for seed in range(3)]
     for text in texts:
         home.engine.run(until=home.engine.add(text))
     home.stop()
