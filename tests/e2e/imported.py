@@ -27,7 +27,7 @@ from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 # An engine and its workers sleep until the other has written, and look by themselves now and then, since such a word may be
 # lost. By default each looks all the time for a second after what it has read: more processes than there are cores would spin.
 shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)
-shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 20
+shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 2
 
 gc.collect()
 gc.freeze()  # what is imported lives on: the forks' collectors neither look at it nor have its pages copied
