@@ -30,13 +30,8 @@ class Layer(NamedTuple):
     paths: str
     first: str = ""  # the modules that take longest, longest first: begun last, one of them would keep a single core
     keep: int = 8
-    beside: float = 1  # more where tests wait for other processes and for time more than they compute
+    beside: float = 1  # more where tests wait more than they compute; 0: all in one process
     needs: str = ""  # the mark of its tests if they need GPUs; such a layer runs only if it is named
-
-    @property
-    def alone(self) -> bool:
-        """Whether it keeps all cores busy, or needs GPUs."""
-        return not self.beside or bool(self.needs)
 
     def command(self, every: bool) -> list[str]:
         """Return what runs it, up to further options of pytest."""
@@ -52,6 +47,8 @@ class Layer(NamedTuple):
 
 ROOT_FILES = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py")))
 LAYERS = {
+    # It takes longest, in one process, and waits for its servers half of the time.
+    "servers": Layer("tests/e2e", keep=0, beside=0),
     "core": Layer(
         "tests/schedule tests/protocol tests/geometry tests/memory tests/data tests/transport tests/engine",
         "tests/protocol/test_machines.py tests/memory/test_between.py tests/geometry/test_law.py "
@@ -88,8 +85,6 @@ LAYERS = {
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
     "ucx": Layer("tests/backends/test_ucx.py", keep=12),
     "sglang": Layer("tests/sglang", keep=4),
-    # Its servers keep all cores busy.
-    "servers": Layer("tests/e2e", keep=0, beside=0),
     "gpu": Layer("tests/gpu tests/backends/test_nixl.py tests/memory/test_between.py", needs="gpu"),
     "gpu-ucx": Layer("tests/backends/test_ucx.py", needs="gpu"),
     "gpus": Layer("tests/gpu --ignore tests/gpu/test_dead_peers.py", needs="gpus"),
@@ -126,7 +121,7 @@ def run(name: str, every: bool, options: Sequence[str], took: list[str], out: IO
 
 
 def run_two_at_a_time(names: Sequence[str], every: bool, options: Sequence[str], took: list[str]) -> int:
-    """Run layers of which none keeps two cores busy, and print each when it has ended, those that fail last.
+    """Run layers that need no GPU, and print each when it has ended, those that fail last.
 
     Returns:
         The status of the first that fails, or 0.
@@ -161,7 +156,7 @@ def main() -> int:
     if names == [LINT]:
         return lint()
     names = names or [LINT, *(name for name, layer in LAYERS.items() if not layer.needs)]
-    shared = [name for name in names if name == LINT or not LAYERS[name].alone]
+    shared = [name for name in names if name == LINT or not LAYERS[name].needs]
     took: list[str] = []
     status = run_two_at_a_time(shared, every, options, took) if len(shared) > 1 else 0
     for name in names if len(shared) == 1 else [name for name in names if name not in shared]:
