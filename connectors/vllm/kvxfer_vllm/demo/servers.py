@@ -112,7 +112,9 @@ class Server:
         arguments = ["--host", host, "--port", str(port), "--model", str(model), *self.usual]
         if kv_transfer is not None:
             arguments += ["--kv-transfer-config", json.dumps(kv_transfer)]
-        self._process = self._begin(before, [*arguments, *flags], {**os.environ, **self.environment, **(env or {})})
+        # Its processes meet at a port. One that the system handed out could be another program's by then.
+        env = {"VLLM_PORT": str(free_port()), **os.environ, **self.environment, **(env or {})}
+        self._process = self._begin(before, [*arguments, *flags], env)
 
     def _begin(self, before: Sequence[str], arguments: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as output:  # its predecessor of the same name may have written to it
