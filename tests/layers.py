@@ -84,7 +84,8 @@ LAYERS = {
     ),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
     "ucx": Layer("tests/backends/test_ucx.py", keep=12),
-    "sglang": Layer("tests/sglang", keep=4),
+    # A process imports SGLang for as long as the tests take.
+    "sglang": Layer("tests/sglang", keep=4, beside=0),
     "gpu": Layer("tests/gpu tests/backends/test_nixl.py tests/memory/test_between.py", needs="gpu"),
     "gpu-ucx": Layer("tests/backends/test_ucx.py", needs="gpu"),
     "gpus": Layer("tests/gpu --ignore tests/gpu/test_dead_peers.py", needs="gpus"),
