@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import runpy
 
+gc.disable()  # until all is imported
 # Nothing is compiled: with --enforce-eager vLLM still has each worker of several compile a mask of three comparisons.
 os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
@@ -29,8 +30,8 @@ from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)
 shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 2
 
-gc.collect()
 gc.freeze()  # what is imported lives on: the forks' collectors neither look at it nor have its pages copied
+gc.enable()
 
 
 def main() -> None:

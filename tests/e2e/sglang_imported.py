@@ -4,6 +4,7 @@ import gc
 
 from tests.sglang import overlay
 
+gc.disable()  # until all is imported
 overlay.install()
 
 from sglang.launch_server import run_server  # noqa: E402, F401
@@ -15,5 +16,5 @@ from sglang.srt.models import registry  # noqa: E402, F401
 from sglang.srt.plugins import load_plugins  # noqa: E402, F401
 from sglang.srt.server_args import prepare_server_args  # noqa: E402, F401
 
-gc.collect()
 gc.freeze()
+gc.enable()

@@ -6,6 +6,7 @@ once it is ready.
 """
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -555,8 +556,12 @@ def _wait_for(port: int) -> None:
 def main() -> None:
     """Fork a rank for each message of a setup, an environment and a socket: SGLang takes ten seconds to import."""
     asked = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # until all is imported
     overlay.install()
     import tests.sglang.scheduling  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
