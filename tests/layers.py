@@ -80,7 +80,6 @@ LAYERS = {
         "tests/vllm",
         "tests/vllm/test_metrics.py tests/vllm/test_turns.py tests/vllm/test_conversations.py tests/vllm/test_kinds.py",
         keep=4,
-        beside=1.5,
     ),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.
     "ucx": Layer("tests/backends/test_ucx.py", keep=12),
