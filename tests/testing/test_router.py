@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -26,6 +27,9 @@ class CompletionServer:
     ) -> None:
         self.offers = self.delivered = 0
         self.rejects = False
+        self.taken: list[int] = []  # how many tokens each request wanted that took an offer
+        self.computes = threading.Event()
+        self.computes.set()
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -54,6 +58,8 @@ class CompletionServer:
                 if params.get("do_remote_prefill") and prefill is not None:
                     prefill.offers -= 1
                     engine.delivered += 1
+                    engine.taken.append(body["max_tokens"])
+                    engine.computes.wait(30)
                 text = hashlib.sha256(json.dumps([body["prompt"], wrong]).encode()).hexdigest()
                 choices = [{"index": i, "text": text} for i in range(body.get("n", 1))]
                 self.say(json.dumps({"choices": choices, "kv_transfer_params": said}))
@@ -62,7 +68,8 @@ class CompletionServer:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                self.wfile.write(text.encode())
+                with suppress(ConnectionError):  # who has hung up
+                    self.wfile.write(text.encode())
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -126,6 +133,14 @@ def test_a_router_that_breaks_it(world: World, said: str) -> None:
 @pytest.mark.parametrize("world", [{"drops": True}], indirect=True)
 def test_what_is_held_is_found(world: World) -> None:
     assert "0.3 s after the answer the engines still hold 1 offers and 0 loads" in world.run()[1]
+
+
+def test_a_client_hangs_up_while_a_decode_engine_computes(world: World) -> None:
+    """And not before: a prefill engine would hold what it offers, and the router that it hung up on would be blamed."""
+    world.d.computes.clear()
+    status, out, _ = world.run(only="hang-up-list")
+    world.d.computes.set()
+    assert (status, world.d.taken) == (0, [200]), out
 
 
 def test_a_router_that_answers_where_the_plain_server_rejects(world: World) -> None:

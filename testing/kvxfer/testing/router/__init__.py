@@ -4,7 +4,7 @@
 ``docs/router-contract.md`` has the table, and ``kvxfer conformance --router`` runs all of it.
 """
 
-from kvxfer.testing.router.cases import CASES, HttpRequest, Moves, RouterCase, Texts
+from kvxfer.testing.router.cases import CASES, HangUp, HttpRequest, Moves, RouterCase, Texts
 from kvxfer.testing.router.checking import Deployment, RouterResult, check
 from kvxfer.testing.router.http import HttpAnswer, HttpServer, NoServerError
 
@@ -12,6 +12,7 @@ __all__ = [
     "CASES",
     "RouterCase",
     "Deployment",
+    "HangUp",
     "HttpAnswer",
     "HttpServer",
     "Moves",

@@ -40,6 +40,18 @@ class Texts:
         return f"contract-{self._random.getrandbits(48):x}"
 
 
+class HangUp(enum.Enum):
+    """When a client hangs up on a request.
+
+    Not some time after it: that may be the moment in which a prefill engine answers. If the router hangs up on it then, the engine
+    holds its offers for the lease, and nobody has broken the contract.
+    """
+
+    EARLY = enum.auto()  # a moment after it, while a long prompt is prefilled
+    DECODING = enum.auto()  # once a decode engine has it, and before the answer
+    FIRST_TOKEN = enum.auto()  # when the first of a streamed answer is here
+
+
 @dataclass(frozen=True)
 class HttpRequest:
     """One HTTP request."""
@@ -47,7 +59,7 @@ class HttpRequest:
     path: str  # the endpoint
     body: Mapping[str, Any]  # what is sent, without the model
     name: str = ""  # its ``X-Request-Id``; empty for none
-    hang_up: float | None | bool = False  # after these seconds, or with None when the first of a stream is here
+    hang_up: HangUp | None = None  # when the client hangs up, if it does
 
 
 @dataclass(frozen=True)
@@ -74,8 +86,8 @@ def _named(request: HttpRequest, name: str) -> HttpRequest:
     return HttpRequest(request.path, request.body, name)
 
 
-def _hung_up(request: HttpRequest, after: float | None) -> HttpRequest:
-    return HttpRequest(request.path, request.body, request.name, after)
+def _hung_up(request: HttpRequest, when: HangUp) -> HttpRequest:
+    return HttpRequest(request.path, request.body, request.name, when)
 
 
 _TOOL = {
@@ -269,30 +281,33 @@ CASES: tuple[RouterCase, ...] = (
         rejected=True,
     ),
     RouterCase(
-        "hang-up-early", "a client that hangs up during prefill", E, lambda t: [_hung_up(_completion(t.ids(700)), 0.01)]
+        "hang-up-early",
+        "a client that hangs up during prefill",
+        E,
+        lambda t: [_hung_up(_completion(t.ids(1500)), HangUp.EARLY)],
     ),
     RouterCase(
         "hang-up-soon",
-        "a client that hangs up a little later",
+        "a client that hangs up during decode",
         E,
-        lambda t: [_hung_up(_completion(t.ids(700), max_tokens=200), 0.3)],
+        lambda t: [_hung_up(_completion(t.ids(700), max_tokens=200), HangUp.DECODING)],
     ),
     RouterCase(
         "hang-up-late",
         "a client that hangs up at the first token",
         E,
-        lambda t: [_hung_up(_completion(t.ids(), max_tokens=400, stream=True), None)],
+        lambda t: [_hung_up(_completion(t.ids(), max_tokens=400, stream=True), HangUp.FIRST_TOKEN)],
     ),
     RouterCase(
         "hang-up-n",
         "the same with 3 samples",
         E,
-        lambda t: [_hung_up(_completion(t.ids(), n=3, max_tokens=400, stream=True), None)],
+        lambda t: [_hung_up(_completion(t.ids(), n=3, max_tokens=400, stream=True), HangUp.FIRST_TOKEN)],
     ),
     RouterCase(
         "hang-up-list",
         "a client that hangs up on a list",
         E,
-        lambda t: [_hung_up(_completion(_several(3)(t), max_tokens=200), 0.15)],
+        lambda t: [_hung_up(_completion(_several(3)(t), max_tokens=200), HangUp.DECODING)],
     ),
 )

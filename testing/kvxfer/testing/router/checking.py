@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from kvxfer.testing.router.cases import HttpRequest, Moves, RouterCase, Texts
+from kvxfer.testing.router.cases import HangUp, HttpRequest, Moves, RouterCase, Texts
 from kvxfer.testing.router.http import HttpAnswer, HttpServer, NoServerError
 
 WORKED = ("delivered", "computed", "elsewhere", "cancelled")
 STEP: dict[str, Any] = {"prompt": [65], "max_tokens": 1}
+MOMENT_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ def check(case: RouterCase, deployment: Deployment, texts: Texts) -> RouterResul
     began, requests = time.monotonic(), case.make(texts)
     before = _Totals.now(deployment)
     with ThreadPoolExecutor(len(requests) if case.at_once else 1) as pool:
-        answers = list(pool.map(lambda request: _sent(deployment.router, deployment.model, request), requests))
+        answers = list(pool.map(lambda request: _routed(deployment, before, request), requests))
     after = _settled(deployment)
-    right = [_sent(deployment.plain, deployment.model, request) for request in requests if request.hang_up is False]
+    right = [_sent(deployment.plain, deployment.model, request) for request in requests if request.hang_up is None]
     wrong = list(_wrong(case, [answer for answer in answers if answer is not None], right))
     unserved = [
         f"the plain server answers {a.status} too" for a in right if isinstance(a, HttpAnswer) and a.status >= 400
@@ -70,14 +72,28 @@ def check(case: RouterCase, deployment: Deployment, texts: Texts) -> RouterResul
     )
 
 
-def _sent(server: HttpServer, model: str, request: HttpRequest) -> HttpAnswer | str | None:
-    """Return the answer; a text if there is none; None if it was hung up on."""
-    body, headers = {"model": model, **request.body}, {"X-Request-Id": request.name} if request.name else {}
-    if request.hang_up is not False:
-        server.hang_up(request.path, body, headers, None if request.hang_up is None else float(request.hang_up))
-        return None
+def _routed(deployment: Deployment, before: _Totals, request: HttpRequest) -> HttpAnswer | str | None:
+    """Return the router's answer; a text if there is none; None if it was hung up on."""
+    if request.hang_up is None:
+        return _sent(deployment.router, deployment.model, request)
+
+    def decoding() -> None:
+        until, now = time.monotonic() + deployment.within, before
+        while not now.loads and now.requests == before.requests and time.monotonic() < until:
+            time.sleep(MOMENT_S)
+            now = _Totals.now(deployment)
+
+    waits: dict[HangUp, Callable[[], object]] = {HangUp.EARLY: partial(time.sleep, MOMENT_S), HangUp.DECODING: decoding}
+    body = {"model": deployment.model, **request.body}
+    deployment.router.hang_up(request.path, body, {}, waits.get(request.hang_up))
+    return None
+
+
+def _sent(server: HttpServer, model: str, request: HttpRequest) -> HttpAnswer | str:
+    """Return the answer; a text if there is none."""
+    headers = {"X-Request-Id": request.name} if request.name else {}
     try:
-        return server.post(request.path, body, headers)
+        return server.post(request.path, {"model": model, **request.body}, headers)
     except NoServerError as e:
         return str(e)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import time
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,17 +132,19 @@ class HttpServer:
                 return HttpAnswer(status)
             raise NoServerError(f"{self.url} answers {path} with something other than JSON: {text[:80]!r}") from None
 
-    def hang_up(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], after: float | None) -> None:
-        """Send a request and hang up ``after`` seconds; None: when the first of a streamed answer is here."""
+    def hang_up(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], wait: Callable[[], object] | None = None
+    ) -> None:
+        """Send a request and hang up once ``wait`` returns; None: when the first of a streamed answer is here."""
         connection = self._connection()
         try:
             connection.request(
                 "POST", self._path + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
             )
-            if after is None:
+            if wait is None:
                 connection.getresponse().readline()
             else:
-                time.sleep(after)
+                wait()
             if connection.sock is not None:
                 connection.sock.shutdown(socket.SHUT_RDWR)
         except (OSError, http.client.HTTPException):
