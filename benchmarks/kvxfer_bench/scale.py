@@ -65,7 +65,7 @@ def _engines(backend: str, consumers: Sequence[int] = (1,)) -> Iterator[tuple[Re
     with ExitStack() as stack:
         made = [Remote("producer", LoadEngine, config), *(Remote("consumer", LoadEngine, config, n) for n in consumers)]
         for process in made:
-            stack.callback(process.close)
+            stack.enter_context(process)
         yield made[0], made[1:], made[0]("source")
 
 

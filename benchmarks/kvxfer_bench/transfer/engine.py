@@ -316,8 +316,8 @@ class Pair:
 def pair(config: Config, model: Model, blocks: int, where: tuple[str, str]) -> Iterator[Pair]:
     """Start two processes, each with a cache of ``blocks`` blocks, on the devices ``where``."""
     with ExitStack() as stack:
-        made = []
-        for role, device in zip(("producer", "consumer"), where, strict=True):
-            made.append(Remote(role, BenchEngine, role, config, model, blocks, device))
-            stack.callback(made[-1].close)
+        made = [
+            stack.enter_context(Remote(role, BenchEngine, role, config, model, blocks, device))
+            for role, device in zip(("producer", "consumer"), where, strict=True)
+        ]
         yield Pair(*made)

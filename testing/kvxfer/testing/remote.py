@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvxfer import errors
 from kvxfer.errors import KvxferError
@@ -197,6 +197,16 @@ class Remote:
             return all(thread.read_text().rpartition(") ")[2][0] == "T" for thread in threads)
         except OSError:
             return False  # one has ended meanwhile
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close it; after an interrupt, kill it, because a call that it is in could take minutes."""
+        if kind is None or issubclass(kind, Exception):
+            self.close()
+        else:
+            self.kill()
 
     def kill(self) -> None:
         """End the process with SIGKILL."""
