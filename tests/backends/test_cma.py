@@ -31,7 +31,7 @@ from tests.conftest import require
 
 require("cma")
 
-from kvxfer_cma import CmaTransport  # noqa: E402  (only where it can be used)
+from kvxfer_cma import CmaTransport, ptrace  # noqa: E402  (only where it can be used)
 from kvxfer_cma.endpoint import Endpoint  # noqa: E402
 
 VM = {"mode": "vm"}
@@ -205,6 +205,50 @@ def test_many_pieces_arrive_whichever_thread_copies_them(world: World, way: Tran
     world.move(world.link(a, b), way, source, target, Runs.of(at, np.sort(at), np.full(2000, 1531)))
 
 
+@pytest.mark.parametrize("batch", [read, write])
+def test_a_number_that_the_kernel_does_not_vouch_for_any_more_is_not_believed(direct: World, batch: Any) -> None:
+    """Even if whoever has it shows the right key: the process that it was told for is gone."""
+    a, b = direct.local(), direct.local()
+    for participant in (a, b):
+        participant.allocate([N], 1)
+    link = direct.link(a, b)
+    direct.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [N]))
+    a.transport.links[
+        link.peers[a.name]
+    ].liveness.process.close()  # as after its end, which the socket has not told yet
+    before = b.content(0)
+    assert b.name in error_of(direct, a, batch(link.peers[a.name]))
+    assert_equal(b.content(0), before, "its memory")
+
+
+@pytest.mark.parametrize("batch", [read, write])
+def test_a_peer_that_has_hung_up_is_not_touched(world: World, batch: Any) -> None:
+    a, b = world.local(), world.local()
+    a.allocate([N], 1)
+    b.allocate([N], 2)
+    link = world.link(a, b)
+    b.disconnect(link.peers[b.name])
+    before = a.content(0), b.content(0)
+    assert b.name in error_of(world, a, batch(link.peers[a.name]))
+    assert_equal(a.content(0), before[0], "our memory")
+    assert_equal(b.content(0), before[1], "the peer's memory")
+
+
+def test_death_in_the_middle_of_a_copy(world: World) -> None:
+    """Batches that are too large for one poll, and a peer that is killed while they run."""
+    a, b = world.local(), world.mortal()
+    for participant in (a, b):
+        participant.allocate([96 << 20], 1)
+    link = world.link(a, b)
+    runs = Runs.of([0], [0], [96 << 20])
+    started = [link.start(TransferMode.READ, b, a, runs) for _ in range(4)]
+    world.turn()
+    assert not started[0].over()
+    b.kill()
+    errors = [r.error for r in world.finish(*started)]
+    assert all(e is not None and b.name in e for e in errors), errors
+
+
 def _refused(pipe: Connection, mode: str) -> None:
     """Connect to the parent as a user who may not look into its memory, read, and tell how it went."""
     if os.geteuid() == 0:
@@ -299,3 +343,24 @@ def test_a_peer_without_shared_memory_is_named() -> None:
     finally:
         for transport in (vm, shm, other):
             transport.close()
+
+
+@pytest.mark.parametrize(
+    "scope, privileged, said",
+    [
+        (None, False, "may read the memory of processes of user"),
+        (0, False, "may read the memory of processes of user"),
+        (1, False, "allow_ptrace: true"),
+        (1, True, "every process"),
+        (2, False, "CAP_SYS_PTRACE"),
+        (3, True, "forbids"),
+    ],
+)
+def test_probe_explains_the_rules(
+    monkeypatch: pytest.MonkeyPatch, scope: int | None, privileged: bool, said: str
+) -> None:
+    monkeypatch.setattr(ptrace, "yama_scope", lambda: scope)
+    monkeypatch.setattr(ptrace, "privileged", lambda: privileged)
+    probe = CmaTransport.probe()
+    assert probe.usable and said in probe.reason
+    assert probe.facts["yama ptrace_scope"] == ("absent" if scope is None else str(scope))
