@@ -40,7 +40,7 @@ def test_the_demo_fails_if_a_block_of_one_layer_is_zeroed(tmp_path: Path, monkey
 
 
 DEADLINE_S = 15.0  # with a dozen processes on two cores, a thread that may run has been seen to wait for seconds
-SHUTDOWN_S = 20
+SHUTDOWN_S = 120
 OVER_ZMQ = {"inner": "zmq"}
 """In which the producer takes part, so that its delay counts."""
 CONFIG: dict[str, Any] = {
@@ -142,4 +142,4 @@ def test_a_prefill_server_that_is_asked_to_stop(cluster: Cluster, at: Servers) -
 
     began = time.monotonic()
     assert complete(at.recomputing, prompts[2], 8, params[2]).tokens == expected[2]
-    assert time.monotonic() - began < CONFIG["peer_timeout"] + 15
+    assert time.monotonic() - began < CONFIG["peer_timeout"] + 40
