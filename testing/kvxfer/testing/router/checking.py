@@ -84,18 +84,21 @@ def _routed(deployment: Deployment, before: _Totals, request: HttpRequest) -> Ht
             now = _Totals.now(deployment)
 
     waits: dict[HangUp, Callable[[], object]] = {HangUp.EARLY: partial(time.sleep, MOMENT_S), HangUp.DECODING: decoding}
-    body = {"model": deployment.model, **request.body}
-    deployment.router.hang_up(request.path, body, {}, waits.get(request.hang_up))
+    deployment.router.hang_up(request.path, *_said(deployment.model, request), waits.get(request.hang_up))
     return None
 
 
 def _sent(server: HttpServer, model: str, request: HttpRequest) -> HttpAnswer | str:
     """Return the answer; a text if there is none."""
-    headers = {"X-Request-Id": request.name} if request.name else {}
     try:
-        return server.post(request.path, {"model": model, **request.body}, headers)
+        return server.post(request.path, *_said(model, request))
     except NoServerError as e:
         return str(e)
+
+
+def _said(model: str, request: HttpRequest) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a request's body and headers."""
+    return {"model": model, **request.body}, {"X-Request-Id": request.name} if request.name else {}
 
 
 def _wrong(case: RouterCase, answers: Iterable[Any], right: Iterable[Any]) -> Iterable[str]:
