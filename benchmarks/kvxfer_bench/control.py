@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, TypeVar
@@ -64,13 +65,15 @@ def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
     Raises:
         KvxferError: One was not delivered.
     """
-    producer, consumer = Remote("producer", LoadEngine, config, 1, BLOCK), LoadEngine(config, 1, BLOCK)
+    with (
+        Remote("producer", LoadEngine, config, 1, BLOCK) as producer,
+        closing(LoadEngine(config, 1, BLOCK)) as consumer,
+    ):
 
-    def cpu() -> dict[str, float]:
-        sides = {"producer": producer("cpu"), "consumer": consumer.cpu()}
-        return {f"{side} {thread}": s for side, spent in sides.items() for thread, s in spent.items()}
+        def cpu() -> dict[str, float]:
+            sides = {"producer": producer("cpu"), "consumer": consumer.cpu()}
+            return {f"{side} {thread}": s for side, spent in sides.items() for thread, s in spent.items()}
 
-    try:
         source, begun, before, begin = producer("source"), 0, 0, 0.0
         while not begin or time.perf_counter() - begin < seconds:
             while begun - consumer.released <= UNDER_WAY - TOGETHER:
@@ -88,9 +91,6 @@ def transfers(config: Config, seconds: float) -> tuple[float, dict[str, float]]:
             if set(side["outcomes"]) != {"delivered"} or side["missing"]:
                 raise KvxferError(f"a transfer was not delivered: {side['outcomes']} {side['words']}")
         return rate, used
-    finally:
-        consumer.close()
-        producer.close()
 
 
 class _Pair:
