@@ -213,9 +213,8 @@ def test_a_number_that_the_kernel_does_not_vouch_for_any_more_is_not_believed(di
         participant.allocate([N], 1)
     link = direct.link(a, b)
     direct.move(link, TransferMode.READ, b, a, Runs.of([0], [0], [N]))
-    a.transport.links[
-        link.peers[a.name]
-    ].liveness.process.close()  # as after its end, which the socket has not told yet
+    # As after its end, which the socket has not told yet.
+    a.transport.links[link.peers[a.name]].liveness.process.close()
     before = b.content(0)
     assert b.name in error_of(direct, a, batch(link.peers[a.name]))
     assert_equal(b.content(0), before, "its memory")
