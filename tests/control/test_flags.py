@@ -76,12 +76,22 @@ def test_a_process_ends_cleanly_while_a_thread_waits(what: str) -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "untouched", "")
 
 
+def event_at(number: int) -> int:
+    """Return a new event's descriptor, of this number if that is free, else of a greater one; others may have closed theirs meanwhile."""
+    below = []
+    while (found := os.eventfd(7, os.EFD_NONBLOCK)) < number:
+        below.append(found)
+    for descriptor in below:
+        os.close(descriptor)
+    return found
+
+
 def test_a_flag_that_is_closed_touches_nothing() -> None:
     flag = Flag()
     flag.set()
     flag.close()
-    other = os.eventfd(7, os.EFD_NONBLOCK)
-    assert other == flag.fileno(), "the next descriptor gets its number"
+    other = event_at(flag.fileno())
+    assert other == flag.fileno(), "its number is free"
     flag.set()
     flag.clear()
     flag.close()
@@ -120,7 +130,7 @@ def test_a_flag_that_is_closed_amid_a_call_keeps_its_descriptor_until_that_ends(
         closing.start()
         closing.join(30)
         assert not closing.is_alive(), "nobody waits for another's system call"
-        other = os.eventfd(0, os.EFD_NONBLOCK)
+        other = event_at(fd)
         os.close(other)
         assert other != fd, "the number is still this flag's"
         return original(fd, *value)
@@ -128,7 +138,7 @@ def test_a_flag_that_is_closed_amid_a_call_keeps_its_descriptor_until_that_ends(
     monkeypatch.setattr(os, name, slow)
     getattr(flag, call)()
     monkeypatch.undo()
-    other = os.eventfd(7, os.EFD_NONBLOCK)
+    other = event_at(flag.fileno())
     assert other == flag.fileno(), "closed once nobody uses it"
     getattr(flag, call)()
     assert os.eventfd_read(other) == 7
