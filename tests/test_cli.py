@@ -165,6 +165,31 @@ def test_a_benchmark_for_which_there_is_no_memory_does_not_begin() -> None:
     assert "--tokens 99999999999 is too great" in result.stderr and "are available" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "words", ["transfer --backend", "chaos --backend", "load", "engines", "conversation --backend"]
+)
+def test_a_benchmark_of_a_back_end_that_is_not_installed_starts_nothing(words: str) -> None:
+    result = run("bench", *words.split(), "nonesuch")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("kvxfer: unknown back end 'nonesuch'; installed are ")
+
+
+@pytest.mark.parametrize("words", ["transfer --backend auto", 'load tcp:{"leese":3}', "load NixlConnector"])
+def test_a_benchmark_of_what_it_cannot_measure_starts_nothing(words: str) -> None:
+    result = run("bench", *words.split())
+    assert (result.exit_code, result.stdout) == (1, "") and "unknown" in result.stderr
+
+
+@pytest.mark.parametrize("words", ["--version", "--help", "doctor --json", "bench transfer --help"])
+def test_a_full_disk_behind_standard_output_is_told(words: str, few: None) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvxfer", *words.split()], stdout=full, stderr=-1, text=True, timeout=300
+        )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "cannot be written: No space left on device" in done.stderr
+
+
 @pytest.mark.usefixtures("installed")
 def test_doctor_tells_of_each_back_end_whether_it_works_and_why_not() -> None:
     result = run("doctor", "--json")
@@ -250,6 +275,10 @@ def test_doctor_lists_every_port_with_who_opens_it_and_who_may_speak_to_it(tmp_p
         (
             {"trace": "/nonexistent/trace"},
             "'trace': /nonexistent/trace cannot be written: No such file or directory; name",
+        ),
+        (
+            {"staging_bytes": 10**21},
+            "'staging_bytes': each worker takes 1000000000000000000000 bytes, and this host has",
         ),
         ({"listen": "203.0.113.7"}, "cannot listen on 203.0.113.7 port any"),
         (

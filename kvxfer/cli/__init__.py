@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 import kvxfer
@@ -10,7 +12,23 @@ __all__ = ["run"]
 
 
 def run(name: str | None = None) -> None:
-    """Run the program, or say how to install what is missing. The version is printed without the second that importing it takes."""
+    """Run the program, or say how to install what is missing."""
+    try:
+        try:
+            _run(name)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left when it ends
+        sys.exit(
+            f"kvxfer: what standard output goes to, or a file, cannot be written: {error.strerror}; make room for it"
+        )
+
+
+def _run(name: str | None) -> None:
+    """Run the program. The version is printed without the second that importing it takes."""
     if sys.argv[1:] == ["--version"]:
         print(kvxfer.__version__)
         return

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
-from pathlib import Path
 
 import msgspec
 import typer
@@ -14,7 +14,7 @@ from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.lookup import look_up
 from kvxfer.control.ports import listen_within
-from kvxfer.engine.trace import Trace
+from kvxfer.engine.trace import check_trace
 from kvxfer.errors import ConfigError, PeerError
 from kvxfer.identity import Address, IdentityError, parse_address
 from kvxfer.keyring import KeySet
@@ -60,21 +60,17 @@ def settings_problems(config: Config) -> list[str]:
         out.append(str(e))
     except OSError as e:
         out.append(f"{e}; set 'listen' to an address of this host and 'port' to one that no other process uses")
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (config.staging_bytes or 0) > has:
+        out.append(
+            f"kvxfer setting 'staging_bytes': each worker takes {config.staging_bytes} bytes, and this host has {has}; take less"
+        )
     if config.trace is not None:
-        out += _unwritable(Path(config.trace))
+        try:
+            check_trace(config.trace)
+        except ConfigError as e:
+            out.append(str(e))
     return out
-
-
-def _unwritable(trace: Path) -> list[str]:
-    """Return why an engine could not write its trace there. Leaves no new file."""
-    there = trace.exists()
-    try:
-        Trace(str(trace), "doctor")
-    except ConfigError as e:
-        return [str(e)]
-    if not there:
-        trace.resolve().unlink()
-    return []
 
 
 class _Bind:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
+import tempfile
 
 from kvxfer.engine.stories import of_load
 from kvxfer.errors import ConfigError
@@ -38,6 +40,25 @@ class LoadLog:
             log.warning("request %s has not loaded its KV: %s%s", printable(load.request), failure, more)
 
 
+def check_trace(path: str) -> None:
+    """Refuse a trace that cannot be written. Nothing is left there.
+
+    Raises:
+        ConfigError: The file cannot be written, or is a folder, pipe or device.
+    """
+    try:
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
+            return
+        if not stat.S_ISREG(mode):  # a pipe would hold the scheduler up until a program reads
+            raise ConfigError(f"kvxfer setting 'trace': {path} is not a file; {_ADVICE}")
+        open(path, "ab").close()
+    except OSError as e:
+        raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}; {_ADVICE}") from e
+
+
 class Trace:
     """The trace of one engine's loads, of which lines are appended to the file ``path``. One thread.
 
@@ -50,17 +71,11 @@ class Trace:
     side knew the outcome.
 
     Raises:
-        ConfigError: That file cannot be written, or is a folder, pipe or device.
+        ConfigError: See ``check_trace``.
     """
 
     def __init__(self, path: str, engine: str) -> None:
-        try:
-            # A pipe would hold the scheduler up until a program reads.
-            if os.path.exists(path) and not os.path.isfile(path):
-                raise ConfigError(f"kvxfer setting 'trace': {path} is not a file; {_ADVICE}")
-            open(path, "a", encoding="utf-8").close()
-        except OSError as e:
-            raise ConfigError(f"kvxfer setting 'trace': {path} cannot be written: {e.strerror}; {_ADVICE}") from e
+        check_trace(path)
         self._path, self._engine = path, engine
         self._torn = False  # the last line of the file is not whole
         self._repeats = Repeats(LOG_EVERY_S)
