@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from contextlib import closing
 from typing import Any
 
 from kvxfer.cli.terminal import Say, progress, silent
@@ -76,7 +75,7 @@ def measure(
         outcomes[result.kind] += 1
         worst_late_s = max(worst_late_s, result.late_s)
 
-    with closing(RankedWorld({**PRODUCERS, **CONSUMERS}, BLOCKS, rng, config, device, hear)) as world:
+    with RankedWorld({**PRODUCERS, **CONSUMERS}, BLOCKS, rng, config, device, hear) as world:
         begun = time.monotonic()
         until, harm, told = begun + seconds, begun + every, begun
         while (now := time.monotonic()) < until:

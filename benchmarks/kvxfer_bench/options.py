@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvxfer.cli.doctor import read_settings
 from kvxfer.errors import ConfigError
+from kvxfer.transport import load
+from kvxfer.transport.auto import AUTO
 
-Backend = Annotated[str, typer.Option(help="Back end that moves the KV.")]
+STOCK = ("NixlConnector", "NixlPushConnector")
+"""Connectors of vLLM's own that are measured beside kvxfer: the decode server reads, or the prefill server writes."""
+
+
+def installed(backend: str) -> str:
+    """Return the name of a back end, before anything is started with it.
+
+    Raises:
+        ConfigError: None of that name is installed here, and it is not ``auto``.
+    """
+    if backend != AUTO:
+        load(backend)
+    return backend
+
+
+Backend = Annotated[str, typer.Option(help="Back end that moves the KV.", callback=installed)]
 BackendOptions = Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")]
 Device = Annotated[str, typer.Option(help="Memory of the caches: cpu or cuda.")]
 Flags = Annotated[str, typer.Option(help="Further flags of the servers, separated by spaces.")]
@@ -27,11 +45,13 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds that count, after one t
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
 
 
-def parsed(compared: str) -> tuple[str, Mapping[str, Any]]:
+def parsed(compared: str, others: Collection[str] = ()) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the settings of ``NAME`` or ``NAME:{"setting": value}``.
 
+    ``others``: names that are no back end's; what settings they have is not known here.
+
     Raises:
-        ConfigError: The settings are no JSON object.
+        ConfigError: The settings are no JSON object or none of kvxfer's, or there is no such back end here.
     """
     name, colon, given = compared.partition(":")
     try:
@@ -40,4 +60,6 @@ def parsed(compared: str) -> tuple[str, Mapping[str, Any]]:
         settings = None
     if not isinstance(settings, dict):
         raise ConfigError(f"after {name!r} and a colon, settings must be a JSON object, not {given!r}")
+    if name not in others:
+        read_settings(json.dumps({"backend": installed(name), **settings}))
     return name, settings

@@ -11,7 +11,6 @@ import random
 import statistics
 import time
 from collections import Counter
-from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -91,7 +90,7 @@ def measure(
             world.turn()
         return sample()
 
-    with closing(RankedWorld(dict.fromkeys((*WATCHED, *MORTAL), 1), BLOCKS, rng, config, device, hear)) as world:
+    with RankedWorld(dict.fromkeys((*WATCHED, *MORTAL), 1), BLOCKS, rng, config, device, hear) as world:
         begun = time.monotonic()
         rows: list[dict[str, Any]] = []
         alone: dict[str, dict[str, float]] = {}

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import typer
@@ -485,12 +485,15 @@ class RankedWorld:
         for name in self._asked:
             self.complaints.append(f"{name}: it does not answer {REST_S:g} s after the last transfer began")
 
-    def close(self) -> None:
-        """End all engines."""
-        for name, remote in self._remotes.items():
-            if name in self._stopped:
-                remote.resume()
-            remote.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End all engines; after an interrupt at once."""
+        for name in self._stopped:
+            self._remotes[name].resume()
+        for remote in self._remotes.values():
+            remote.__exit__(kind)
 
 
 def conclude(found: dict[str, Any], as_json: bool, text: str) -> None:

@@ -17,7 +17,7 @@ import typer
 from kvxfer.cli.terminal import Say, progress
 from kvxfer_bench.load.phases import CALM, PHASES, Measure, OpenLoop, Phase, load_rows
 from kvxfer_bench.load.played import played
-from kvxfer_bench.options import Gpus, Json, Rounds, parsed
+from kvxfer_bench.options import STOCK, Gpus, Json, Rounds, parsed
 from kvxfer_bench.table import tables
 from kvxfer_bench.verdict import mixed_rounds
 
@@ -66,7 +66,7 @@ def load(
     of a load (setting trace).
     """
     arrivals = OpenLoop(seconds, rate, tuple(tokens), 0)
-    parts, before = [parsed(text) for text in backends], os.getloadavg()
+    parts, before = [parsed(text, STOCK if model else ()) for text in backends], os.getloadavg()
     with ExitStack() as stack:
         if model:
             from kvxfer_bench.vllm.served import (

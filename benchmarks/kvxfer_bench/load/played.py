@@ -269,23 +269,21 @@ class PlayedDecode(PlayedEngine):
 @contextmanager
 def played(settings: dict[str, Any], others: int) -> Iterator[Measure]:
     """Have two engines, and yield what measures a phase of theirs. ``others``: requests that decode while they are busy."""
-    p = Remote("prefill engine", PlayedPrefill, "P", settings, PREFILL_S, 0)
-    d = Remote("decode engine", PlayedDecode, "D", settings, DECODE_S, others)
+    with (
+        Remote("prefill engine", PlayedPrefill, "P", settings, PREFILL_S, 0) as p,
+        Remote("decode engine", PlayedDecode, "D", settings, DECODE_S, others) as d,
+    ):
 
-    def measure(phase: str, arrivals: OpenLoop) -> Phase:
-        ours, theirs = mp.get_context("spawn").Pipe()
-        with ours, theirs:
-            p.send("run", phase, arrivals, theirs)
-            d.send("run", phase, arrivals, ours)
-            side = p.get()
-            found: Phase = d.get()
-        found.prefill = side
-        return found
+        def measure(phase: str, arrivals: OpenLoop) -> Phase:
+            ours, theirs = mp.get_context("spawn").Pipe()
+            with ours, theirs:
+                p.send("run", phase, arrivals, theirs)
+                d.send("run", phase, arrivals, ours)
+                side = p.get()
+                found: Phase = d.get()
+            found.prefill = side
+            return found
 
-    try:
         p.wait()
         d.wait()
         yield measure
-    finally:
-        p.close()
-        d.close()

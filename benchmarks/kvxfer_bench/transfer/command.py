@@ -16,6 +16,7 @@ from kvxfer.config import Config, Integrity
 from kvxfer.data.policy import default_staging
 from kvxfer.errors import ConfigError
 from kvxfer.settings import json_object
+from kvxfer.transport import load
 from kvxfer_bench.options import Backend, BackendOptions, Device, Json
 from kvxfer_bench.transfer.engine import Pair, pair
 from kvxfer_bench.transfer.shapes import MODELS, Model, Request, cache_devices
@@ -32,7 +33,8 @@ def measure(
     shape = MODELS[model]
     where = cache_devices(device)
     cache = shape.cache_blocks(tokens) * shape.page * shape.layers
-    check_memory(where, cache + (config.staging_bytes or default_staging(where[0])), f"--tokens {tokens}")
+    staging = "" if config.staging_bytes is None else f" with --staging-bytes {config.staging_bytes}"
+    check_memory(where, cache + (config.staging_bytes or default_staging(where[0])), f"--tokens {tokens}{staging}")
     request = Request(shape, tokens)
     out: dict[str, Any] = {
         "backend": config.backend,
@@ -159,6 +161,7 @@ def transfer(
         raise ConfigError(f"unknown --model {model!r}; the shapes are {', '.join(MODELS)}")
     if integrity not in get_args(Integrity):
         raise ConfigError(f"--integrity must be one of {', '.join(get_args(Integrity))}, not {integrity!r}")
+    load(backend)  # which `auto` is not: the figures are of one back end
     chosen = json_object(options, "--options")
     config = Config(backend=backend, backend_options=chosen, staging_bytes=staging_bytes)
     out = measure(config, device, tokens, model, repeat, cast(Integrity, integrity), progress())

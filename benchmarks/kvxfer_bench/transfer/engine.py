@@ -37,7 +37,7 @@ from kvxfer_bench.agents import BASE, fetched, offered
 from kvxfer_bench.transfer.shapes import Model, Pool
 
 T, LINK = TransferId(BASE, 0), b"link"
-SPIN_S, WAIT_S = 0.0002, 120.0
+SPIN_S, START_S, WAIT_S = 0.0002, 10.0, 120.0
 
 
 class Meeting:
@@ -77,7 +77,7 @@ class BenchEngine:
 
     Args:
         role: Which.
-        config: Its settings, but for the time that a transfer may take.
+        config: Its settings, but for the times that a transfer may take.
         model: The shape of its cache.
         blocks: The blocks of its cache.
         device: Where that is.
@@ -87,7 +87,7 @@ class BenchEngine:
         self._role, self._pool = role, Pool(model, blocks, device)
         if role == "producer":
             self._pool.fill()
-        self._config = msgspec.structs.replace(config, transfer_timeout=WAIT_S)
+        self._config = msgspec.structs.replace(config, start_timeout=START_S, transfer_timeout=WAIT_S)
         self._engines: dict[Integrity, AgentEngine] = {}
         self._data: DataThread | None = None
         self._rounds = 0
@@ -226,7 +226,7 @@ class BenchEngine:
         begun = time.perf_counter()
         engine.agents[0].fetch(spec)
         called = time.perf_counter()
-        event = engine.over(spec.handle, WAIT_S)
+        event = engine.over(spec.handle, self._config.longest + 2 * self._config.abort_timeout)
         if not event.outcome.delivered:
             raise KvxferError(f"a transfer was not delivered: {event.outcome}")
         return {

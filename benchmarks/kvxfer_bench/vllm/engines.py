@@ -137,7 +137,7 @@ def compare_engines(
     """
     shape, cases = shape_of(model), [PromptCase.parse(text) for text in case]
     for compared in backends:
-        parsed(compared)
+        parsed(compared, STOCK)
     decoding = OTHERS if plain else 0
     held = max(cache_tokens, room(cases, decoding))
     usual = server_flags(shape, cases, held, decoding, bool(gpus))

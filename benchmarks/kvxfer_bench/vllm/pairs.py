@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvxfer_bench.options import parsed
+from kvxfer_bench.options import STOCK, parsed
 from kvxfer_bench.servers import ServerPair, Starter
 from kvxfer_vllm.demo.servers import Server, connector, free_port
 
-STOCK = ("NixlConnector", "NixlPushConnector")
-"""Connectors of vLLM's own that are measured beside kvxfer: the decode server reads, or the prefill server writes."""
 ROLES = ("prefill", "decode")
 
 AtOnce = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
@@ -34,9 +32,9 @@ def started(starter: Starter, compared: str, plain: Server | None = None) -> Vll
     """Start two servers with a back end of kvxfer or a connector of vLLM's own, and its settings: ``nixl``, ``nixl:{"staging_bytes": 0}``.
 
     Raises:
-        ConfigError: The settings are no JSON object.
+        ConfigError: See ``parsed``.
     """
-    name, settings = parsed(compared)
+    name, settings = parsed(compared, STOCK)
     log, port = f"{name}-{len(starter.begun)}", free_port()
     where: dict[str, Any] = {"remote_host": "127.0.0.1", "remote_port": port}
     if name not in STOCK:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -294,9 +294,5 @@ def engines(settings: dict[str, Any], step_s: float, overlap: bool) -> Iterator[
     shared = {key: value for key, value in settings.items() if key.startswith("backend")}
     with tempfile.TemporaryDirectory() as folder:
         engine = DecodeEngine(Path(folder), settings, step_s, overlap)
-        producer = Remote("producer", Producer, shared, dict(engine.side.facts))
-        try:
+        with closing(engine), Remote("producer", Producer, shared, dict(engine.side.facts)) as producer:
             yield engine, producer, producer("source")
-        finally:
-            producer.close()
-            engine.close()

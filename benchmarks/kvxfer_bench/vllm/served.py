@@ -128,7 +128,7 @@ def served(
     with starting(model, usual, gpus) as starter:
         measures: dict[str, Measure] = {}
         for number, text in enumerate(backends):
-            name, settings = parsed(text)
+            name, settings = parsed(text, STOCK)
             trace = None if name in STOCK else starter.logs / f"trace-{number}.jsonl"
             told = text if trace is None else f"{name}:{json.dumps({**settings, 'trace': str(trace)})}"
             measures[text] = ServedPair(started(starter, told), Prompts(shape.vocab), others, trace)
