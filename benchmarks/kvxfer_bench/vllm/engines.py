@@ -20,11 +20,11 @@ import numpy as np
 import typer
 
 from kvxfer.cli.terminal import Say, progress
-from kvxfer_bench.options import Gpus, KeepLogs, Rounds, parsed
+from kvxfer_bench.options import STOCK, Gpus, KeepLogs, Rounds, parsed
 from kvxfer_bench.servers import START_S, PairTurns, Tell, shape_of, starting
 from kvxfer_bench.verdict import compare
 from kvxfer_bench.vllm.kinds import FirstTokens, PromptCase, Prompts
-from kvxfer_bench.vllm.pairs import STOCK, VllmPair, started
+from kvxfer_bench.vllm.pairs import VllmPair, started
 from kvxfer_bench.vllm.streams import stream
 from kvxfer_vllm.demo.model import SHAPES, Shape
 from kvxfer_vllm.demo.routing import complete

@@ -16,11 +16,11 @@ import psutil
 from kvxfer.cli.terminal import Say
 from kvxfer_bench.cpu import ENGINE, Spent, spent
 from kvxfer_bench.load.phases import ALONE, LOADS, Arrival, Measure, OpenLoop, Phase, Side
-from kvxfer_bench.options import parsed
+from kvxfer_bench.options import STOCK, parsed
 from kvxfer_bench.servers import START_S, shape_of, starting
 from kvxfer_bench.vllm.engines import OTHERS_TOKENS, room, server_flags
 from kvxfer_bench.vllm.kinds import Prompt, PromptCase, Prompts, first_tokens, offers
-from kvxfer_bench.vllm.pairs import STOCK, VllmPair, started
+from kvxfer_bench.vllm.pairs import VllmPair, started
 from kvxfer_bench.vllm.streams import busy, repeating
 from kvxfer_vllm.demo.metrics import total
 from kvxfer_vllm.demo.servers import Server, await_ready
