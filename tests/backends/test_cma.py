@@ -22,6 +22,7 @@ from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
 from kvxfer.testing.conformance import TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
+from kvxfer.testing.conformance.endings import Endings
 from kvxfer.testing.conformance.participant_link import Started
 from kvxfer.testing.participant import LocalParticipant
 from kvxfer.transport import Batch, Verb
@@ -47,6 +48,13 @@ class TestDirect(ConformanceSuite):
 class TestSharedMemory(ConformanceSuite):
     backend = CmaTransport
     gigabytes = False
+    options: ClassVar[dict[str, Any]] = SHM
+
+
+class TestEndingsInSharedMemory(Endings):
+    """Of the above, what becomes of memory: the peer copies here, and what was aborted it must not copy later."""
+
+    backend = CmaTransport
     options: ClassVar[dict[str, Any]] = SHM
 
 

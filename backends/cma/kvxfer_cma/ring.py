@@ -56,16 +56,15 @@ REASONS = {
 
 
 class Slots:
-    """The shared memory as one side sees it: in each slot a table of runs (int64 ``[runs, 2]``.
+    """The shared memory as one side sees it: in each slot a table of runs and room for their bytes.
 
-    Flat offset and length in the server's memory) and room for their bytes.
+    A table is int64 ``[runs, 2]``: flat offset and length in the server's memory.
     """
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, SLOTS * SLOT_BYTES)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._address = self._bytes.ctypes.data
-
         self._order = threading.Lock()
 
     def wanted(self, slot: int) -> Ints:
