@@ -18,7 +18,7 @@ STOCK = ("NixlConnector", "NixlPushConnector")
 """Connectors of vLLM's own that are measured beside kvxfer: the decode server reads, or the prefill server writes."""
 
 
-def installed(backend: str) -> str:
+def known_here(backend: str) -> str:
     """Return the name of a back end, before anything is started with it.
 
     Raises:
@@ -29,7 +29,7 @@ def installed(backend: str) -> str:
     return backend
 
 
-Backend = Annotated[str, typer.Option(help="Back end that moves the KV.", callback=installed)]
+Backend = Annotated[str, typer.Option(help="Back end that moves the KV.", callback=known_here)]
 BackendOptions = Annotated[str, typer.Option(help="Options of the back end (backend_options), as a JSON object.")]
 Device = Annotated[str, typer.Option(help="Memory of the caches: cpu or cuda.")]
 Flags = Annotated[str, typer.Option(help="Further flags of the servers, separated by spaces.")]
@@ -61,5 +61,5 @@ def parsed(compared: str, others: Collection[str] = ()) -> tuple[str, Mapping[st
     if not isinstance(settings, dict):
         raise ConfigError(f"after {name!r} and a colon, settings must be a JSON object, not {given!r}")
     if name not in others:
-        read_settings(json.dumps({"backend": installed(name), **settings}))
+        read_settings(json.dumps({"backend": known_here(name), **settings}))
     return name, settings

@@ -76,6 +76,7 @@ class Trace:
 
     def __init__(self, path: str, engine: str) -> None:
         check_trace(path)
+        open(path, "ab").close()  # so that it can be followed from the start
         self._path, self._engine = path, engine
         self._torn = False  # the last line of the file is not whole
         self._repeats = Repeats(LOG_EVERY_S)

@@ -21,7 +21,9 @@ METRICS = sorted({text for text in QUOTED if re.fullmatch(r"(kvxfer_|vllm:)\w+",
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_one(command: str) -> None:
-    words = command.replace("ENGINE...", "h:1").replace("ENGINE", "h:1").replace("DIRECTORY", "h:1").split()[1:]
+    for placeholder, value in {"ENGINE...": "h:1", "ENGINE": "h:1", "DIRECTORY": "h:1", "NAME": "tcp"}.items():
+        command = command.replace(placeholder, value)
+    words = command.split()[1:]
     found = typer.main.get_command(build())
     context = found.make_context("kvxfer", [words.pop(0)], resilient_parsing=True)
     name = command.split()[1]
