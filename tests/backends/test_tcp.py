@@ -232,6 +232,34 @@ def test_bytes_in_good_order_arrive(world: World, impostor: Impostor) -> None:
     assert impostor.victim.content(0)[500 : 500 + N].tobytes() == b"x" * (N - 1) + b"y"
 
 
+def test_what_comes_of_a_read_that_was_given_up_is_dropped(world: World, impostor: Impostor) -> None:
+    """Its source had sent it before it heard of that. The link lives on, and what was asked for next arrives."""
+    impostor.greet()
+    given_up = impostor.asked()
+    impostor.victim.abort(given_up.halves[0][1])
+    assert Header.decode(impostor.hear(impostor.came, FRAME_BYTES)) == Header(Kind.CANCEL)
+    world.finish(given_up)
+    next_one = impostor.asked()
+    impostor.came.sendall(DATA.encode() + b"x" * N + DATA._replace(request=1).encode() + b"y" * N)
+    world.succeed(next_one)
+    assert impostor.victim.content(0)[500 : 500 + N].tobytes() == b"y" * N
+    assert impostor.victim.transport.lost(impostor.peer) is None
+
+
+def test_a_short_batch_is_copied_as_it_comes(world: World, impostor: Impostor) -> None:
+    """Its reader wakes for half of what is missing, not for all of it: else most of the copying would begin when all is there."""
+    impostor.greet()
+    total = 900_000
+    batch = Batch(Verb.READ, impostor.peer, 0, np.array([total]), np.array([0]), 0, np.array([0]))
+    started = Started([(impostor.victim, impostor.victim.submit(batch))])
+    impostor.came.sendall(Header(Kind.DATA, total).encode() + b"x" * 100_000)
+    memory = impostor.victim.content
+    for more, there in ((500_000, 100_000), (total - 600_000, 600_000)):
+        world.wait_for(lambda there=there: memory(0)[:there].tobytes() == b"x" * there, "the copy of what has come")
+        impostor.came.sendall(b"x" * more)
+    world.succeed(started)
+
+
 def question(runs: list[tuple[int, int]], memory: int = 0, chunk: int = MIN_CHUNK, request: int = 0) -> bytes:
     offsets, lengths = zip(*runs, strict=True)
     return Header(Kind.ASK, len(runs), memory, chunk, request).encode() + np.array([offsets, lengths], "<i8").tobytes()
