@@ -269,6 +269,15 @@ class Asks:
         fetches = ask.loads(request.load)
         if fetches or not ask.requests:
             self._end_now(request, ask, "the consumer does not need it")
+        elif ask.taken is not None and request.load is not None and request.load.transfer is ask.transfer:
+            self._hand_on(ask, ask.taken)
+
+    def _hand_on(self, ask: Ask, taken: PrefixOffer) -> None:
+        """Have another request load what one has taken and leaves before it is fetched, so that it is not declined meanwhile."""
+        for name in sorted(ask.requests):
+            other = self._schedule.requests.find(name)
+            if other is not None and other.load is None and self._load(other, ask, taken):
+                return
 
     def _end_now(self, request: EngineRequest, ask: Ask, reason: str) -> None:
         """Close a question, whatever its table says, so that nothing is held for it any more."""
