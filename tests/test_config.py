@@ -79,6 +79,8 @@ def test_config_cannot_be_changed_nor_shared_by_accident() -> None:
         ("staging_bytes", 1.5, "null, or a whole number of bytes"),
         ("staging_bytes", 16383, "at least 16384"),
         ("integrity", "some", "'off', 'sample', 'full'"),
+        ("key_file", "a\0b", "without a NUL byte"),
+        ("trace", "a\0b", "without a NUL byte"),
     ],
 )
 def test_wrong_value_names_key_value_and_expectation(key: str, value: Any, expected: str) -> None:

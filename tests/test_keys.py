@@ -268,6 +268,29 @@ def test_a_file_that_has_changed_counts_for_the_next_connection(files: Files, tm
             sockets.close()
 
 
+def test_keys_are_read_while_the_sockets_go_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading six hundred takes a tenth of a second and more."""
+    path, more = joined(tmp_path / "key", files["a"].read_text()), public(files, "b")
+    hub, other = ControlSockets(security(path)), ControlSockets(security(files["a"]))
+    readers, read = list[threading.Thread](), KeyFile.parse
+
+    def parse(text: str) -> KeyFile:
+        readers.append(threading.current_thread())
+        return read(text)
+
+    try:
+        port = hub.listen("127.0.0.1", 0)
+        monkeypatch.setattr(KeyFile, "parse", parse)
+        with path.open("a") as file:
+            file.write(more)
+        connection, came = meet(other, hub, port)
+        assert came, connection.lost
+        assert readers and threading.current_thread() not in readers
+    finally:
+        hub.close()
+        other.close()
+
+
 @pytest.mark.parametrize("broken", ["empty", "nonsense", "half", "gone", "folder", "pipe", "binary"])
 def test_a_file_that_has_become_unusable_changes_nothing_and_is_logged_once(
     files: Files, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -396,6 +419,11 @@ def test_the_program_replaces_a_key_in_three_steps(files: Files, tmp_path: Path)
     run(link, "drop", key(files, "a"))
     assert path.read_text() == files["b"].read_text() and link.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o640 and sorted(os.listdir(tmp_path)) == ["a", "b", "c", "key", "link"]
+
+
+def test_the_program_makes_keys(tmp_path: Path) -> None:
+    said = run(tmp_path / "key")
+    assert "key_file" in said and security(tmp_path / "key").keys is not None
 
 
 def test_the_program_says_what_it_cannot_do(files: Files, tmp_path: Path) -> None:

@@ -196,6 +196,13 @@ def test_what_was_overheard_cannot_be_said_again(engine: Callable[..., AgentEngi
 # --- the list ------------------------------------------------------------------------------------------------------
 
 
+def test_who_is_in_the_list_is_welcome(engine: Callable[..., AgentEngine], key: str) -> None:
+    """From any port of its own."""
+    for settings in ({}, {"key_file": key}):
+        end = outcome(engine(peers=["127.0.0.1:9"], **settings), engine(peers=["127.0.0.0/8"], **settings))
+        assert end.outcome.delivered, end
+
+
 def test_who_is_not_in_the_list_is_turned_away(
     engine: Callable[..., AgentEngine], key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
