@@ -8,6 +8,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.identity import Source
 from kvxfer.settings import bare, everywhere, loopback
 from kvxfer.testing.engine import AgentEngine
 from tests.test_security import engine as engine
@@ -21,6 +22,7 @@ def test_there_is_one_form(text: str) -> None:
     config = Config.from_mapping({"listen": text, "advertise": text})
     assert (config.listen, config.advertise) == ("::1", "::1")
     assert loopback(text) and bare(text) == "::1"
+    assert str(Source(bare(text), 14579, 1)) == "[::1]:14579"
 
 
 def test_what_is_no_address_stays() -> None:

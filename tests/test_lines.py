@@ -113,6 +113,24 @@ def test_what_is_raised_and_how_it_ended_is_one_line(text: str) -> None:
     assert (difference({}, {text: text}, "there") or "").isprintable()
 
 
+def test_a_record_that_cannot_be_formatted_is_left_to_its_handler() -> None:
+    """And ends nothing in the thread that logs it."""
+    log, seen = logger("kvxfer.test.odd"), list[logging.LogRecord]()
+    log.propagate = False
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.warning("%d", "no number")
+    log.removeHandler(handler)
+    assert seen[0].args == ("no number",)
+
+
+def test_an_error_s_own_advice_is_given_in_place_of_its_kind_s() -> None:
+    said = str(Failure.of(TransportError("no link", advice="set `mode: auto` there"), peer="d").about("it refused: "))
+    assert said == "backend_failed (peer d): it refused: no link; set `mode: auto` there"
+    assert str(Failure.of(TransportError("no link"))).endswith("or choose another back end")
+
+
 def test_names_that_clients_and_peers_choose(engine, lines: Lines) -> None:
     p, d = engine({}, seed=1), engine({})
     transfer = TransferId(f"own/1/{WIRE}", 0)
