@@ -18,15 +18,16 @@ from typer.testing import CliRunner
 
 from kvxfer import TransferId, clock
 from kvxfer.cli.main import build
-from kvxfer.control import lookup
+from kvxfer.control import explaining, lookup
 from kvxfer.control.explaining import Explainer
 from kvxfer.engine.scheduler import SchedulerSide
 from kvxfer.identity import Source
-from kvxfer.protocol.messages import Explain, encode
+from kvxfer.protocol.messages import Explain, Explained, Refused, encode
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.security import make_key
 from kvxfer.testing.engine import PagedEngine, until
 from kvxfer.testing.engine.memory import PagedMemory
+from tests.control.stranger import Stranger
 
 TOKENS = 16
 
@@ -184,6 +185,36 @@ def test_what_is_still_under_way(make: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("offered", "now", "then"),
+    [
+        (False, "it waits for the prefill engine to begin", "before the producer had begun with it"),
+        (True, "it waits for free blocks of the decode engine", "its load waited for free blocks of this engine"),
+    ],
+)
+def test_a_request_that_ends_before_its_load_says_for_what_it_waited(
+    make: Any, offered: bool, now: str, then: str
+) -> None:
+    pair = make()
+    ticket = (pair.p.offer if offered else pair.p.ask)("q", TOKENS)
+    pair.d.step()
+    load, named = pair.d.scheduler.load, (ticket.transfer, ticket.digest, ticket.source)
+    assert load("r", *named, TOKENS, begun=offered, offered=offered)
+    assert bool(pair.d.scheduler.loadable("r", 0)) is offered
+    code, told = pair.story("r")
+    assert code == 0 and now in told["requests"][0]["verdict"]["says"]
+    pair.d.finish("r", complete=False)
+    code, told = pair.story("r")
+    assert code == 0 and then in told["requests"][0]["verdict"]["says"]
+
+
+def test_what_takes_no_part(make: Any) -> None:
+    pair = make()
+    pair.d.scheduler.takes_no_part("bare", "kvxfer_transfer is missing: the router must forward params")
+    code, text = pair.why("bare")
+    assert code == 1 and "kvxfer_transfer is missing" in text and "conformance --router" in text
+
+
 def test_only_who_has_the_key_is_told(make: Any, tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
     make_key(key)
@@ -257,6 +288,17 @@ def test_questions_repeated_without_end_take_a_share_of_the_thread(peers: int, m
             explainer.answer(Explain("r"), connection, explain)
         now[0] += 0.01
     assert 3.0 < spent[0] < 10.0
+
+
+def test_a_question_that_is_repeated_at_once_has_to_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explaining, "PAUSE_FACTOR", 1e9)
+    pair = make()
+    with Stranger(f"tcp://{pair.at(pair.d.scheduler)}") as s:
+        s.say(Explain("r"))
+        assert isinstance(s.answer(), Explained)
+        s.say(Explain("r"))
+        refused = s.answer()
+    assert isinstance(refused, Refused) and refused.again
 
 
 def test_a_peer_that_repeats_its_question_keeps_no_other_peer_waiting(
