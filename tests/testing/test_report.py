@@ -10,9 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvxfer.testing import report
 from kvxfer.testing.command.conformance import conformance
 from kvxfer.testing.mutant import Mutant
 from kvxfer.testing.mutants import MUTANTS
+from kvxfer.testing.report import CaseResult, ConformanceReport
 from kvxfer.transport import Probe
 from tests.testing.broken.moving import TellsEarly
 
@@ -102,6 +104,14 @@ def test_the_suite_finds_each_mutant_of_a_real_back_end(mutant: type[Mutant], mo
     monkeypatch.setattr("kvxfer.testing.report.MUTANTS", (mutant,))
     ran = run("tcp", "--mutants", "--suite", '{"patience_s": 3}')
     assert ran.exit_code == 0 and "mutants of back end tcp: 1 found" in ran.output, ran.output
+
+
+def test_a_mutant_that_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = CaseResult("test_endpoints_are_fresh_and_small", "", "Each is small.", "kept", 0.1, "")
+    monkeypatch.setattr(report, "run_suite", lambda *_, **__: ConformanceReport({}, (kept,)))
+    monkeypatch.setattr(report, "MUTANTS", MUTANTS[:1])
+    ran = run(GOOD, "--mutants")
+    assert ran.exit_code == 1 and f"survives {MUTANTS[0].__name__}" in ran.output, ran.output
 
 
 @pytest.mark.parametrize(

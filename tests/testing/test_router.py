@@ -151,6 +151,12 @@ def test_a_router_that_answers_where_the_plain_server_rejects(world: World) -> N
     assert status == 1 and "the router answers 200, the plain server 400" in out
 
 
+def test_what_the_plain_server_does_not_serve_is_left_out(world: World) -> None:
+    world.p.rejects = world.d.rejects = True
+    status, out, _ = world.run()
+    assert status == 0 and "left out n-4" in out and "the plain server answers 400 too" in out
+
+
 @pytest.mark.parametrize(
     ("which", "url", "said"),
     [
