@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +19,8 @@ from kvxfer.control import accept
 from kvxfer.control.sockets import ControlSockets, address
 from kvxfer.protocol import messages as m
 from kvxfer.protocol import shares
-from kvxfer.security import RateLimitedWarnings, Security
+from kvxfer.protocol.peer import PeerIdentity
+from kvxfer.security import OPEN, RateLimitedWarnings, Security
 from kvxfer.testing.clock import SetForward
 from tests.control.test_sockets import pair, polled, with_key
 
@@ -110,6 +113,20 @@ def test_whoever_has_begun_fewest_goes_first(tmp_path: Path, monkeypatch: pytest
         finally:
             for one in crowd:
                 one.__exit__(None, None, None)
+
+
+def test_guests_give_way_to_newcomers_where_descriptors_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But some: a newcomer needs one for its handshake and hello."""
+    policy = accept.AcceptPolicy(OPEN)
+    guests: list[Any] = [Mock(peer=PeerIdentity("10.0.0.7"), authenticated=False) for _ in range(accept.FEW_GUESTS + 1)]
+    for guest in guests:
+        policy.guest(guest)
+    assert policy.crowded() is None
+    monkeypatch.setattr(accept, "_in_use", lambda: policy.accepted + 1)
+    excess = policy.crowded()
+    assert excess is not None and excess[0] in guests and "few descriptors left (ulimit -n)" in excess[1]
+    policy.discard(excess[0])
+    assert policy.crowded() is None
 
 
 def test_hosts_are_remembered_up_to_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
