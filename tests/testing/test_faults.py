@@ -72,6 +72,17 @@ def test_corruption_flips_one_byte(meet: Meet) -> None:
     assert (a.content(0) == source).all()
 
 
+@pytest.mark.parametrize("fault", ["fail", "corrupt"])
+def test_a_fault_happens_about_as_often_as_asked(meet: Meet, fault: str) -> None:
+    world, a, b, link = meet(**{fault: 0.3, "seed": 1})
+    met = 0
+    for _ in range(60):
+        expected = overlay(b.content(0), a.content(0), RUNS)
+        failed = [result.error for result in world.finish(link.start(TransferMode.SEND, a, b, RUNS)) if result.error]
+        met += bool(failed) if fault == "fail" else not (b.content(0) == expected).all()
+    assert 5 <= met <= 50
+
+
 def test_a_lost_batch_ends_by_abort_only(meet: Meet) -> None:
     world, a, b, link = meet(lose=1.0)
     started = link.start(TransferMode.SEND, a, b, RUNS)
