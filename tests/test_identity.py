@@ -148,6 +148,10 @@ class TestDigest:
             assert digest(tokens=np.array(tokens, dtype=dtype), model="m") == expected
         assert digest(tokens=np.repeat(np.array(tokens, dtype="<i4"), 2)[::2], model="m") == expected
 
+    @given(st.lists(st.sampled_from([-(2**63), -1, 0, 7, 2**31, 2**32 - 1, 2**32, 2**63 - 1]), max_size=9))
+    def test_so_they_do_at_the_ends_of_what_machines_count_in(self, tokens: list[int]) -> None:
+        assert digest(tokens=tokens, model="m") == digest(tokens=np.array(tokens, "<i8"), model="m")
+
     @pytest.mark.parametrize(
         "tokens",
         [
