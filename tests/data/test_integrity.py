@@ -152,6 +152,15 @@ def test_a_device_reads_by_itself_what_has_arrived(engine, device, way, corrupt)
     assert device.readers == ["kvxfer-hash" if written else "kvxfer-data"]
 
 
+@pytest.mark.parametrize("fails", ["prepare", "begin", "passed"])
+def test_where_that_fails_it_is_read_all_the_same(engine, device, fails):
+    device.fails = fails
+    p, d = engine(dict(WAYS["read"]), seed=1, integrity="full"), engine(dict(WAYS["read"]), integrity="full")
+    end, _ = move(p, d)
+    assert end.outcome.delivered and right(p, d)
+    assert device.readers[-1] == "kvxfer-hash"
+
+
 class Fragile(FakeTransport):
     """Fails, and can not be made again, once it is ``broken``."""
 
