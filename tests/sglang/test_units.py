@@ -25,6 +25,11 @@ from kvxfer_sglang.support import UnsupportedSetupError, check_adapters
 PAGE, PAGES, LAYERS, UNIT = 16, 8, 3, 32
 
 
+def test_settings_are_sglangs_where_nothing_is_said() -> None:
+    config = settings("10.0.0.7", 300.0, {})
+    assert (config.listen, config.transfer_timeout, config.start) == ("10.0.0.7", 300.0, 300.0)
+
+
 def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
     told = {"backend": "tcp", "listen": "127.0.0.1", "transfer_timeout": 5}
     (tmp_path / "kvxfer.json").write_text(json.dumps(told))
