@@ -77,11 +77,11 @@ def manager() -> Iterator[Manager]:
     yield Manager()
 
 
-def prefilling(manager: Manager, pages: int = 2) -> tuple[PrefillRank, TransferId]:
+def prefilling(manager: Manager, pages: int = 2, stages: int = 1) -> tuple[PrefillRank, TransferId]:
     """A prefill rank that has sent the first page of a request."""
     rank = PrefillRank(manager)
     rank.start(manager.rank)
-    rank.wanted(PagesWanted(ROOM, 9, "10.0.0.2", 5000, 32, 1))
+    rank.wanted(PagesWanted(ROOM, 9, "10.0.0.2", 5000, 32, 1, stages))
     assert manager.request_status[ROOM] == WAITING and manager.req_to_decode_prefix_len[ROOM] == 32
     rank.begin(ROOM, pages)
     assert manager.called()[-1] == "tell"  # before anything is computed
@@ -96,17 +96,18 @@ def prefilling(manager: Manager, pages: int = 2) -> tuple[PrefillRank, TransferI
 
 
 def test_only_the_last_stage_of_a_pipeline_tells_what_was_sampled(manager: Manager) -> None:
+    """Unless decode has stages too, each of which hears from one stage here."""
     memory = ctypes.create_string_buffer(b"token")
     manager.kv_args.aux_data_ptrs, manager.kv_args.aux_item_lens = [ctypes.addressof(memory)], [5]
-    for last, payload in ((False, b""), (True, b"token")):
+    for last, stages, payload in ((False, 1, b""), (True, 1, b"token"), (False, 2, b"token")):
         manager.last_stage = last
-        rank, _ = prefilling(manager)
+        rank, _ = prefilling(manager, stages=stages)
         rank.add(ROOM, [8], True, 0, None)
         assert dict(manager.done)["offer"][0].payload == payload
         rank.begin(ROOM, 0)
         manager.done.clear()
         rank.add(ROOM, [], True, 0, None)  # decode has all pages, and needs the metadata
-        assert [note.aux for name, note in manager.done if name == "tell"] == ([payload] if last else [])
+        assert [note.aux for name, note in manager.done if name == "tell"] == ([payload] if payload else [])
         manager.request_status[ROOM] = BOOTSTRAPPING
         manager.transfer_infos.clear(), manager.done.clear()
 
@@ -330,6 +331,12 @@ def test_a_recurrent_state_goes_without_a_page_of_the_request(manager: Manager) 
     rank.add(ROOM, [], True, 0, None, [[3]])
     (offer,) = [done[1][0] for done in manager.done if done[0] == "offer"]
     assert manager.request_status[ROOM] == TRANSFERRING and offer.blocks.tolist() == [[0], [3]] and offer.final
+    manager.done.clear()
+    decode = DecodeRank(manager)
+    decode.start(manager.rank)
+    decode.offered(offered(decode.expect(ROOM, [[], [4]], 0, 32, manager.others.append)))
+    fetch = dict(manager.done)["fetch"][0]
+    assert fetch.blocks.tolist() == [[], [4]] and fetch.tokens == offer.tokens == 1  # on both sides as many
 
 
 def test_dropping_an_attempt_leaves_the_next_alone(manager: Manager) -> None:
