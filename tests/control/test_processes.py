@@ -81,7 +81,7 @@ def rest(p: Node, i: int | str) -> None:
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 def test_consumer_is_killed(node: Make, when: str) -> None:
-    p, d = node(seed=1), node()
+    p, d = node(seed=1, lease=5.0), node()
     if when == "before":
         p.offer(name(0), [3], 4, 1, True)
     elif when == "during":
@@ -89,7 +89,7 @@ def test_consumer_is_killed(node: Make, when: str) -> None:
     else:
         deliver(p, d, 0)
     d.kill()
-    end = p.settled(name(0), timeout=20.0)
+    end = p.settled(name(0), timeout=60.0)
     assert end.outcome.kind is (None if when == "after" else FailureKind.UNFETCHED), end
     deliver(p, node(), "next")
 
@@ -98,7 +98,7 @@ def test_consumer_is_killed(node: Make, when: str) -> None:
 
 
 def test_producer_is_stopped_and_goes_on_later(node: Make) -> None:
-    p, d = node(seed=1), node()
+    p, d = node(seed=1, lease=5.0), node()
     half(p, d, 0)
     with p.stopped():
         end = d.settled(name(0))
@@ -107,15 +107,15 @@ def test_producer_is_stopped_and_goes_on_later(node: Make) -> None:
         mine = d.blocks([15, 12])
     rest(p, 0)
     deliver_in_time(p, d)
-    assert p.settled(name(0), timeout=20.0).outcome.kind is not None
+    assert p.settled(name(0), timeout=60.0).outcome.kind is not None
     assert d.blocks([15, 12]) == mine, "bytes came after the release"
 
 
 def test_consumer_is_stopped_and_goes_on_later(node: Make) -> None:
-    p, d = node(seed=1), node()
+    p, d = node(seed=1, lease=5.0), node()
     half(p, d, 0)
     with d.stopped():
-        end = p.settled(name(0), timeout=20.0)
+        end = p.settled(name(0), timeout=60.0)
         assert end.outcome.kind is FailureKind.UNFETCHED, end
         p.scribble([13])
     assert d.settled(name(0)).outcome.kind is not None
@@ -141,7 +141,7 @@ def test_directory_whose_connection_leads_nowhere_is_dialled_anew(node: Make) ->
         d.fetch(name(0), at_relay, [15], 4)
         until(lambda: relay.connections == 1)
         relay.lead(f"tcp://127.0.0.1:{p.source.port}")
-        end = d.settled(name(0), timeout=30.0)
+        end = d.settled(name(0), timeout=60.0)
         relay.close()
     assert end.outcome.delivered and d.blocks([15]) == p.blocks([13])
 
