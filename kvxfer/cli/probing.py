@@ -86,12 +86,15 @@ def _ask_forks(names: Sequence[str], config: Config, patience_s: float) -> dict[
     apart = multiprocessing.get_context("fork")
     asked: list[tuple[str, BaseProcess, Connection]] = []
     try:
+        # Python prints and drops what a signal's handler raises while a process is forked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         for name in names:
             ours, theirs = apart.Pipe(duplex=False)
             asking = apart.Process(target=_probe, args=(name, config, theirs), name=f"kvxfer-probe-{name}")
             asking.start()
             theirs.close()  # so that its end is seen
             asked.append((name, asking, ours))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         due = time.monotonic() + patience_s
         return {name: _answer(process, ours, due) for name, process, ours in asked}
     finally:
@@ -103,6 +106,7 @@ def _ask_forks(names: Sequence[str], config: Config, patience_s: float) -> dict[
 
 def _probe(name: str, config: Config, answer: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.dup2(2, 1)  # what libraries print does not belong in the report
     try:
         probe = registry.probed(registry.load(name))
