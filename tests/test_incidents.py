@@ -20,8 +20,8 @@ from kvxfer.engine import Ticket
 from kvxfer.identity import Source
 from kvxfer.protocol import messages as m
 from kvxfer.protocol.values import Ended
-from kvxfer.security import make_key
-from kvxfer.testing.engine import PagedEngine
+from kvxfer.security import RateLimitedWarnings, make_key
+from kvxfer.testing.engine import PagedEngine, until
 from kvxfer.transport import registry
 from tests.conftest import require
 from tests.docs.test_troubleshooting import said
@@ -250,21 +250,37 @@ def test_the_port_of_something_else_that_answers(play: Play, incident: str, foun
     assert code == 1 and found in text
 
 
-CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "key on one side only": ({"key_file": "KEY"}, {}, "the peer has a key, and this engine has none"),
-    "`peers` of the prefill engine lacks this host": ({"peers": ["192.0.2.0/24"]}, {}, "do its 'peers' list this host"),
-    "different back ends": ({}, {"backend": "zmq"}, "configure the same on both"),
+TURNED_AWAY = "turned away a connection from 127.0.0.1: "
+CONFIGURED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "key on one side only": (
+        {"key_file": "KEY"},
+        {},
+        "the peer has a key, and this engine has none",
+        f"{TURNED_AWAY}the peer speaks without a key",
+    ),
+    "`peers` of the prefill engine lacks this host": (
+        {"peers": ["192.0.2.0/24"]},
+        {},
+        "do its 'peers' list this host",
+        f"{TURNED_AWAY}it is not in the list of allowed peers",
+    ),
+    "different back ends": ({}, {"backend": "zmq"}, "configure the same on both", ""),
 }
-"""Settings of both engines, and what `kvxfer doctor` finds."""
+"""Settings of both engines, what `kvxfer doctor` finds, and what the prefill engine logs."""
 
 
 @pytest.mark.parametrize("incident", CONFIGURED)
-def test_engines_that_are_configured_differently(play: Play, incident: str, tmp_path: Path) -> None:
+def test_engines_that_are_configured_differently(
+    play: Play, incident: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Which says nothing for a while once it has said much, as in another test.
+    monkeypatch.setattr("kvxfer.security._turned_away", RateLimitedWarnings(logging.getLogger("kvxfer.security"), 0.0))
     make_key(tmp_path / "key.pem")
-    of_p, of_d, found = CONFIGURED[incident]
+    of_p, of_d, found, logged = CONFIGURED[incident]
     of_p = {name: str(tmp_path / "key.pem") if value == "KEY" else value for name, value in of_p.items()}
     p, d = play.engine(**of_p), play.engine(**of_d)
     check(play, incident, play.load(d, p.offer("q", TOKENS)))
+    until(lambda: logged in caplog.text)
     at, config = p.scheduler.source, json.dumps({**TIMES, "backend": "tcp", **of_d})
     ran = CliRunner().invoke(build(), ["doctor", "--peer", f"{at.host}:{at.port}", "--config", config])
     assert ran.exit_code == 1 and found in " ".join(ran.output.split())
@@ -298,7 +314,7 @@ SLOW = """
 import json
 from typer.testing import CliRunner
 from kvxfer.cli.main import build
-from kvxfer.testing.engine import PagedEngine
+from kvxfer.testing.engine import PagedEngine, until
 from kvxfer.testing.engine.memory import PagedMemory
 
 BLOCKS, TOKENS = 260, 16
