@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from kvxfer.backend import ucx
 from kvxfer.backend.ports import listening
+from kvxfer.cli import stand_in
 from kvxfer.cli.encryption import encryption
 from kvxfer.cli.host import host_facts
 from kvxfer.cli.main import build
@@ -28,7 +29,7 @@ from kvxfer.engine import WorkerChannel
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Await, Named
 from kvxfer.security import make_key
-from kvxfer.testing.engine import AgentEngine, ConversationEngine, until
+from kvxfer.testing.engine import AgentEngine, ConversationEngine, PagedMemory, until
 from kvxfer.testing.fake import FakeTransport
 from kvxfer.transport import registry
 from tests.conftest import require
@@ -109,6 +110,32 @@ def test_a_stand_in_is_measured_in_both_directions(backend: str, tmp_path: Path)
             assert 0.001 < found["measured"][way]["ms"] < 1000, found
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "held_up", "long"),
+    [(1e9, 0.0, 64 << 20), (1e9, 2.0, 64 << 20), (250e3, 0.0, 512 << 10), (10e3, 0.0, 64 << 10)],
+)
+def test_the_link_s_pace_decides_how_much_is_moved(bytes_per_s: float, held_up: float, long: int) -> None:
+    """And not the first transfer of a size, which touches new memory and may be held up."""
+    seen: set[int] = set()
+
+    def move(blocks: int) -> float:
+        first = blocks not in seen
+        seen.add(blocks)
+        return (held_up if first else 0.0) + blocks * stand_in.BLOCK / bytes_per_s
+
+    assert stand_in._figures(move)["bytes"] == [long, stand_in.BLOCK]
+
+
+def test_each_rank_of_an_engine_is_visited() -> None:
+    """And what `auto` would rather use is told with what it lacks there."""
+    require("cma")
+    with AgentEngine(Config(backend="zmq"), PagedMemory(ranks=2)) as engine:
+        found = call(engine.source, backend="auto")
+    against = {row["backend"]: row["against"] for row in found["candidates"]}
+    assert "failure" not in found and found["ranks"] == len({link["peer"] for link in found["links"]}) == 2
+    assert against["zmq"] == "" and "pip install ./backends/cma" in against["cma"]
+
+
 def test_a_stand_in_survives_nonsense_and_tells_what_it_cannot_reach() -> None:
     settings = {"backend": "tcp", "peer_timeout": 1.0}
     with standing_in(**settings) as there:
@@ -140,6 +167,10 @@ def test_a_stand_in_is_begun_by_the_command_and_ended_by_an_interrupt(monkeypatc
     assert not listening() - before
 
 
+BOTH = '{"tests.test_doctor:First": {}, "tests.test_doctor:Later": {"sed": 1}}'
+"""What `auto` starts with, which is sound, and another one."""
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -150,6 +181,7 @@ def test_a_stand_in_is_begun_by_the_command_and_ended_by_an_interrupt(monkeypatc
         # It would dial whatever a stranger names.
         (["--stand-in", "cpu", "--config", '{"listen": "0.0.0.0", "advertise": "127.0.0.1"}'], 1, "key_file"),
         (["--config", '{"backend": "kvxfer.testing.fake:FakeTransport", "port": TAKEN}'], 1, "no other process uses"),
+        (["--config", f'{{"backend": "auto", "backend_options": {BOTH}}}'], 1, "unknown option 'sed' of back end"),
     ],
 )
 def test_what_cannot_be_done_is_told(words: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +198,29 @@ class Later(FakeTransport):
 
     name = "later"
     guarded = "never"
+    tells_hosts = False
     opens_later = "any free ones, by its library"
+    costs = {"cpu": 2}
+
+
+class First(Later):
+    name = "first"
+    costs = {"cpu": 1}
+
+
+def test_what_a_back_end_leaves_open_is_told_in_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe's lines are not wrapped: what `grep` finds has its end."""
+    monkeypatch.setattr(registry, "available", dict)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    settings = {"backend": "tests.test_doctor:Later", "advertise": "no-such-host.invalid"}
+    for peers in ({}, {"peers": ["10.0.0.0/8"]}):
+        told = CliRunner().invoke(build(), ["doctor", "--config", json.dumps(settings | peers)]).stdout
+        assert ("back end later may dial hosts that are not in 'peers'" in told) is bool(peers)
+    [problem] = [line for line in told.splitlines() if "problem:" in line]
+    assert "no-such-host.invalid" in problem and problem.endswith("or to 'auto'")
+    [row] = [line for line in told.splitlines() if "Later, later" in line]
+    assert Later.opens_later in row and "firewall" in row
+    assert "KV that later moves is not encrypted" in told
 
 
 def _kind(port: str) -> str:
@@ -223,6 +277,8 @@ def test_advice_about_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("sys/class/infiniband/mlx5_0", {}, ["no RDMA device is visible"]),
         ("dev/infiniband/uverbs0", {}, ["/dev/infiniband has no uverbs"]),
         ("etc/libibverbs.d/mlx5.driver", {}, ["no drivers in /etc/libibverbs.d"]),
+        ("libibverbs.so.1", {}, ["libibverbs.so.1 cannot be loaded"]),
+        ("", {"UCX_TLS": "tcp"}, ["UCX_TLS in the environment is 'tcp', which leaves out mlx5_0"]),
         ("", {"TLS": "tcp,cuda_copy"}, ["option 'TLS' is 'tcp,cuda_copy', which leaves out mlx5_0"]),
         ("", {"TLS": "^ib"}, ["leaves out mlx5_0"]),
         ("", {"TLS": "rc_x,cuda"}, []),
@@ -238,7 +294,11 @@ def test_what_keeps_ucx_from_rdma_is_told(
         if path != lacks:
             (tmp_path / path).mkdir(parents=True)
     (tmp_path / "sys/class/infiniband").mkdir(parents=True, exist_ok=True)
-    monkeypatch.setattr(ucx, "_loads", lambda library: True)
+    monkeypatch.setattr(ucx, "_loads", lambda library: library != lacks)
+    for name in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+        if name in settings:
+            monkeypatch.setenv(name, settings[name])
     found = ucx.fallbacks("10.0.0.7", settings, tmp_path)
     assert len(found) == len(told) and all(words in text for words, text in zip(told, found, strict=True))
     assert not ucx.fallbacks("127.0.0.1", settings, tmp_path), "nothing leaves this host"
