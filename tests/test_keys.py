@@ -426,6 +426,19 @@ def test_the_program_makes_keys(tmp_path: Path) -> None:
     assert "key_file" in said and security(tmp_path / "key").keys is not None
 
 
+def test_a_file_that_is_edited_is_readable_by_nobody_else_meanwhile(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who opens it before it has its rights reads what is written later."""
+    seen, before = list[int](), os.umask(0)
+    monkeypatch.setattr(os, "fchmod", lambda descriptor, mode: seen.append(os.fstat(descriptor).st_mode))
+    try:
+        run(files["a"], "accept", files["b"])
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(mode) for mode in seen] == [0o600]
+
+
 def test_the_program_says_what_it_cannot_do(files: Files, tmp_path: Path) -> None:
     before = files["a"].read_text()
     with pytest.raises(ConfigError, match="only private key"):

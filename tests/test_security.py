@@ -311,6 +311,15 @@ def test_odd_ways_to_write_a_host_are_covered_by_no_entry(host: str) -> None:
         Security(None, ("127.0.0.0/8", "10.0.0.0/8", "10.0.0.1")).check_host(host, "127.0.0.1")
 
 
+@pytest.mark.parametrize("host", ["evil.example", "127.1", "", "10.0.0.1:5"])
+def test_without_a_list_addresses_are_dialled_and_no_names(host: str) -> None:
+    """What a peer tells is not looked up."""
+    for address in ("10.0.0.1", "::1", "[::1]"):
+        Security().check_host(address, "127.0.0.1")
+    with pytest.raises(PeerError, match="which is no address"):
+        Security().check_host(host, "127.0.0.1")
+
+
 def test_a_file_is_opened_only_by_whoever_uses_files() -> None:
     from kvxfer_zmq.endpoint import Endpoint
     from kvxfer_zmq.transport import ZmqTransport
