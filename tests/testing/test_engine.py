@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvxfer.failures import FailureKind
@@ -23,6 +24,17 @@ def test_prompts_are_moved_between_engines_of_any_layout(ranks: tuple[int, int],
         d.verify()
         p.verify()
         assert (d.memory.read(d.tables["a"][:1])[:, 0].swapaxes(0, 1) == p.memory.content(b"a", 3)).all()
+
+
+def test_the_kv_can_be_what_another_engine_computes() -> None:
+    def content(digest: bytes, tokens: int) -> np.ndarray:
+        return np.broadcast_to(np.arange(tokens, dtype=np.uint8)[:, None, None, None], (tokens, 3, 4, 16))
+
+    with PagedEngine(memory=PagedMemory(content=content)) as p, PagedEngine(memory=PagedMemory(content=content)) as d:
+        d.load("r", p.offer("r", 9), 9)
+        d.until("r")
+        d.verify()
+        assert d.memory.read(d.tables["r"])[0, :, :, 0, 0].ravel()[:9].tolist() == list(range(9))
 
 
 def wrong(memory: PagedMemory, row: list[int]) -> None:
