@@ -7,6 +7,7 @@ import sys
 import tarfile
 import tomllib
 import venv
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_importing_the_core_loads_no_engine_and_no_transport_library() -> None:
 
 def test_the_program_loads_no_engine_before_it_is_asked_to() -> None:
     """It has a command of each connector's, and ``--help`` must not take the seconds that an engine's import takes."""
-    assert not loads(["kvxfer.cli.main"])
+    assert not loads(["kvxfer.cli.main", *(point.module for point in entry_points(group="kvxfer.commands"))])
 
 
 @pytest.mark.parametrize("name", sorted(core_modules()))
@@ -137,6 +138,7 @@ def test_a_checkout_takes_siblings_from_their_folders_and_a_release_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkout = metadata(ROOT)
+    assert {line.partition(">")[0] for line in checkout["dependencies"]} == {"msgspec", "numpy"}
     assert checkout["optional-dependencies"]["zmq"] == [f"kvxfer-zmq @ {(ROOT / 'backends/zmq').as_uri()}"]
 
     monkeypatch.setenv("KVXFER_RELEASE", "1")
