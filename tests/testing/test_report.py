@@ -89,6 +89,13 @@ def test_a_broken_clause_is_named(tmp_path: Path) -> None:
     assert "## Broken" in page.read_text()
 
 
+@pytest.mark.parametrize(("more", "kept"), [((), 1), (("--fail-fast",), 0)], ids=["all", "fail fast"])
+def test_the_first_failure_may_be_the_last(more: tuple[str, ...], kept: int) -> None:
+    options = "--options", json.dumps({"inner": GOOD}), "--only", "unknown_option or fresh_and_small"
+    ran = run("kvxfer.testing.mutants:RepeatsItsEndpoint", *options, *more)
+    assert ran.exit_code == 1 and f"{kept} cases kept, 1 broken" in ran.output, ran.output
+
+
 def test_a_process_that_dies_has_broken_the_clause(tmp_path: Path) -> None:
     page = tmp_path / "report.json"
     ran = run("tests.testing.test_report:Dies", "--only", "fresh_and_small", "--report", str(page))
