@@ -113,6 +113,13 @@ def test_the_slot_that_was_held_for_longest_is_given_up_and_no_other(
         assert s.hears().piece == ready.piece + 1
 
 
+def test_who_says_that_it_has_everything_keeps_no_slot(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, slow, readies, d = crowd
+    monkeypatch.setattr(slot_queue, "PATIENCE_S", 0.2)
+    slow[0].say(m.Committed(name(0), 1, b"d", 1))
+    delivered(p, d)
+
+
 def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..., SeededEngine]) -> None:
     """Counted in pieces: a consumer asks for 38, and then for one a time, before it takes any."""
     p = engine(dict(STAGED), seed=1, **CALM)
@@ -137,6 +144,30 @@ def test_short_parts_beside_a_long_one_have_every_other_slot(engine: Callable[..
             long.takes(held.pop(0))
             held.append(long.hears())
             pieces.add(held[-1].piece)
+
+
+def test_a_transfer_of_many_parts_has_no_more_slots_for_that_and_they_go_in_order(
+    engine: Callable[..., SeededEngine],
+) -> None:
+    p = engine(dict(STAGED), seed=1, **CALM)
+    other = FakeTransport("other", STAGED)
+    with ExitStack() as stack:
+        stack.callback(other.close)
+        long = stack.enter_context(Slow(p, other, 0))
+        held = [long.hears() for _ in range(CREDITS)]
+        long.say(m.FetchRequest(name(1), 2, b"d", 0, 480, BlockTable.of([list(range(200, 320))]), 1, 50.0))
+        for tokens in (160, 320, 480):
+            p.agents[0].offer(
+                offered(list(range(200, 200 + tokens // 4)), tokens, final=tokens == 480, transfer=name(1))
+            )
+            assert isinstance(long.answer(), m.PartReady)
+        mine = []
+        for _ in range(12):
+            long.takes(held.pop(0))
+            held.append(long.hears())
+            mine += [(held[-1].part, held[-1].piece)] if held[-1].transfer == name(1) else []
+        assert 5 <= len(mine) <= 7, "half of the slots, though it has three parts"
+        assert mine == sorted(mine)
 
 
 class Unnoticed(FakeTransport):
