@@ -38,6 +38,11 @@ def test_the_bad_run_is_named() -> None:
         addresses([0, 4999], [1, 2])
 
 
+def test_one_offset_a_length() -> None:
+    with pytest.raises(TransportError):
+        addresses([0, 1], [1])
+
+
 @given(
     runs=st.lists(st.tuples(st.sampled_from([0, 1, 4000, 4999, 5000, 5096, 9095]), st.integers(0, 4096)), max_size=3)
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import select
 import threading
 from collections.abc import Callable
@@ -77,6 +78,15 @@ def test_tasks_await_results(engine):
         return found
 
     assert is_whole(asyncio.run(main()))
+
+
+def test_who_waits_computes_nothing(engine):
+    """It would wake 2,000 times to poll each millisecond."""
+    agent = engine({}).agents[0]
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    assert agent.events(timeout=1.0) == []
+    assert asyncio.run(readable(agent, 1.0)) is False
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 50
 
 
 def test_nobody_waits_for_a_closed_agent(engine):
