@@ -10,7 +10,8 @@ import pytest
 
 from kvxfer.errors import ConfigError, TransportError
 from kvxfer.geometry import Runs
-from kvxfer.testing.conformance import ParticipantLink, Started
+from kvxfer.testing.conformance import ParticipantLink, Started, TransferMode
+from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.transport import registry
 from kvxfer_nccl.endpoint import Endpoint as NcclEndpoint
 from tests.backends.conftest import way_of, world_of
@@ -38,6 +39,47 @@ def test_a_link_that_the_peer_has_given_up_before_we_connect_fails_at_once(backe
         (half,) = [half for half in halves if half[0] is a]
         [result] = world.finish(Started([(a, a.submit(half[1]))]), seconds=8)
         assert result.error is not None and b.name in result.error
+
+
+READ, WRITE = TransferMode.READ, TransferMode.WRITE
+
+
+@pytest.mark.parametrize(
+    "backend, options, ways",
+    [
+        ("cma", {"mode": "vm"}, [READ]),
+        ("cma", {"mode": "shm"}, [READ, WRITE]),
+        ("nixl", {}, [READ]),
+        (ON_HOST, {}, [READ]),
+    ],
+)
+def test_memory_that_was_not_lent_is_out_of_reach(
+    backend: str, options: dict[str, Any], ways: list[TransferMode]
+) -> None:
+    """Who may read may write as well, where the kernel or a library moves the bytes; not where the owner does."""
+    if backend != ON_HOST:
+        require(backend)
+    runs = Runs.of([5], [7], [1000])
+    with closing(world_of(backend, **options)) as world:
+        owner, peer = world.local(), world.local()
+        for participant in (owner, peer):
+            for seed in (1, 2):
+                participant.allocate([1 << 16], seed)
+        for lent, writable in (([1], False), ([1], True), ([], True)):
+            mine, theirs = owner.endpoint_lending(lent, writable), peer.endpoint()
+            link = ParticipantLink({owner.name: owner.connect(mine, theirs), peer.name: peer.connect(theirs, mine)})
+            for way, memory in ((way, memory) for way in ways for memory in (0, 1)):
+                ends = (owner, peer) if way is READ else (peer, owner)
+                named = {"memory" if way is READ else "target_memory": memory}
+                if memory in lent and (writable or way is READ):
+                    world.move(link, way, *ends, runs, **named)
+                    continue
+                before = owner.content(memory), peer.content(0)
+                [(participant, batch)] = link.halves(way, *ends, runs, **named)
+                ended = world.finish(world.submit(participant, batch))
+                assert all(r.error is not None for r in ended), f"{way} of memory {memory}, of which {lent} was lent"
+                assert_equal(owner.content(memory), before[0], "memory that was not lent")
+                assert_equal(peer.content(0), before[1], "the memory of the peer that was refused")
 
 
 OPTIONS: list[tuple[str, dict[str, Any], str]] = [
