@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvxfer_tcp import TcpTransport
 from kvxfer_tcp.connection import SHARED_UNSENT
 from kvxfer_tcp.door import STRANGERS
 from kvxfer_tcp.endpoint import Endpoint
-from kvxfer_tcp.read import ASK_RUNS, MIN_CHUNK, OPEN_ASKS
+from kvxfer_tcp.read import ASK_RUNS, MAX_CHUNK, MIN_CHUNK, OPEN_ASKS
 from kvxfer_tcp.vectors import IovecTable
 from kvxfer_tcp.wire import FRAME_BYTES, GREETING_BYTES, Header, Kind, greeting
 from tests.backends.conftest import world_of
@@ -117,10 +117,10 @@ class Impostor:
     It asks on ``out``, as a reader would, and answers on ``came``, where the victim asks it.
     """
 
-    def __init__(self, world: World, victim: LocalParticipant) -> None:
+    def __init__(self, world: World, victim: LocalParticipant, lent: list[int] | None = None) -> None:
         self.world, self.victim = world, victim
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = victim.endpoint()
+        self.endpoint = victim.endpoint() if lent is None else victim.endpoint_lending(lent, False)
         theirs = Endpoint.decode(self.endpoint)
         self.mine = Endpoint("impostor", "127.0.0.1", self.listener.getsockname()[1], new_token(), 1, (0,))
         self.peer = victim.connect(self.endpoint, self.mine.encode())
@@ -290,6 +290,39 @@ def test_what_is_not_there_is_refused_and_costs_nothing(world: World, impostor: 
     assert refused.kind is Kind.REFUSED and refused.request == 0
     assert impostor.hear(impostor.out, refused.size)
     assert Header.decode(impostor.hear(impostor.out, FRAME_BYTES)) == Header(Kind.DATA, 10, request=1)
+
+
+def test_a_reader_gets_nothing_that_was_not_lent_to_it(world: World) -> None:
+    """Though one of ours does not ask for it."""
+    victim = world.local()
+    for seed in (1, 2):
+        victim.allocate([1000], seed)
+    with closing(Impostor(world, victim, lent=[1])) as impostor:
+        impostor.out.sendall(question([(5, 10)]) + question([(5, 10)], memory=1, request=1))
+        refused = Header.decode(impostor.hear(impostor.out, FRAME_BYTES))
+        assert (refused.kind, refused.request) == (Kind.REFUSED, 0)
+        assert impostor.hear(impostor.out, refused.size)
+        assert Header.decode(impostor.hear(impostor.out, FRAME_BYTES)) == Header(Kind.DATA, 10, request=1)
+
+
+@pytest.mark.parametrize("amid", [True, False])
+def test_memory_that_is_taken_back_is_sent_no_more(world: World, amid: bool) -> None:
+    """Amid a frame of it that ends the link: the frame cannot be ended in a way that the reader would notice."""
+    victim, size = world.local(), MAX_CHUNK
+    victim.allocate([1 << 20], 1)
+    victim.allocate([size], 2)
+    with closing(Impostor(world, victim)) as impostor:
+        impostor.out.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        impostor.out.sendall(question([(0, size)], memory=1, chunk=size) + question([(5, 10)], request=1))
+        assert Header.decode(impostor.hear(impostor.out, FRAME_BYTES)) == Header(Kind.DATA, size)
+        victim.deregister(int(amid))  # while the reader takes nothing
+        if amid:
+            lost = victim.transport.lost(impostor.peer)
+            assert lost is not None and "taken back" in lost.detail
+        else:
+            assert len(impostor.hear(impostor.out, size)) == size
+            refused = Header.decode(impostor.hear(impostor.out, FRAME_BYTES))
+            assert (refused.kind, refused.request) == (Kind.REFUSED, 1)
 
 
 @pytest.mark.parametrize(
