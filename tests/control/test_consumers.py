@@ -80,6 +80,14 @@ def test_a_payload_is_of_the_generation_that_was_delivered(engine: Any) -> None:
     assert end.outcome.delivered and end.generation == 2 and end.payload == b""
 
 
+def test_a_payload_that_came_is_not_given_without_delivery(engine: Any) -> None:
+    p, d = (engine({"verbs": ["read"], "corrupt": 1.0}, seed=seed, integrity="full") for seed in (1, None))
+    p.agents[0].offer(offer(payload=FIRST))
+    d.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
+    (end,) = d.wait(Ended)
+    assert end.outcome.kind is FailureKind.CORRUPT and end.payload == b""
+
+
 def test_a_payload_is_bounded_by_the_call_and_by_the_peer(engine: Any) -> None:
     offer(payload=bytes(MAX_PAYLOAD))
     with pytest.raises(ArgumentError, match="payload must have at most 65536 bytes"):
