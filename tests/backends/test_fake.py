@@ -2,9 +2,12 @@
 
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
+from kvxfer.errors import TransportError
 from kvxfer.testing import FakeTransport, Network
+from kvxfer.transport import Batch, Verb
 from tests.testing.on_fake import OnFake
 
 
@@ -49,3 +52,24 @@ def test_who_connects_to_a_link_that_was_closed_finds_nobody() -> None:
     a.disconnect(a.connect(mine, theirs))
     lost = b.lost(b.connect(theirs, mine))
     assert lost is not None and "'a'" in lost.detail
+
+
+def test_an_endpoint_is_good_for_one_link() -> None:
+    """All back ends have this of ``Base``."""
+    options = {"network": Network()}
+    a, b = FakeTransport("a", options), FakeTransport("b", options)
+    mine = a.endpoint()
+    a.connect(mine, b.endpoint())
+    with pytest.raises(TransportError, match="must be an unused endpoint"):
+        a.connect(mine, b.endpoint())
+
+
+@pytest.mark.parametrize("verb", [Verb.SEND, Verb.RECV])
+def test_no_number_of_a_stream_is_taken_twice(verb: Verb) -> None:
+    options = {"network": Network()}
+    a, b = FakeTransport("a", options), FakeTransport("b", options)
+    peer, nothing = a.connect(a.endpoint(), b.endpoint()), np.zeros(0, np.int64)
+    batch = Batch(verb, peer, a.register([]), nothing, nothing, stream=5)
+    a.submit(batch)
+    with pytest.raises(TransportError, match="must rise"):
+        a.submit(batch)
