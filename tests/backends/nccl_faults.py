@@ -200,6 +200,23 @@ class Faults(Suite):
         monkeypatch.undo()
         world.move(world.link(a, b), TransferMode.SEND, a, b, LARGE)
 
+    def test_an_operation_that_is_refused(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        a, b, link = world.pair()
+        world.move(link, TransferMode.SEND, a, b, SMALL)
+
+        move = self.pipe.move
+
+        def refuse(pipe: Any, *runs: Any) -> None:
+            if pipe._spec.sends:
+                raise TransportError("invalid usage")
+            move(pipe, *runs)
+
+        monkeypatch.setattr(self.pipe, "move", refuse)
+        for result in world.finish(link.start(TransferMode.SEND, a, b, LARGE)):
+            assert result.error is not None
+        monkeypatch.undo()
+        world.move(world.link(a, b), TransferMode.SEND, a, b, LARGE)
+
     def test_an_abort_that_takes_long_stops_nobody(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         a, b, link = world.pair()
         c = world.local()

@@ -26,6 +26,7 @@ require("ucx")
 from kvxfer_ucx import UcxTransport  # noqa: E402  (only where it can be used)
 from kvxfer_ucx.endpoint import Endpoint  # noqa: E402
 from kvxfer_ucx.link import Link  # noqa: E402
+from kvxfer_ucx.options import Options  # noqa: E402
 
 TCP = {"ucx": {"TLS": "tcp"}}
 NOTICE_S = 30.0
@@ -366,6 +367,17 @@ assert "ucxx" in sys.modules
 assert dict(os.environ) == before, set(os.environ) ^ set(before)
 """
     assert run_script(script).returncode == 0
+
+
+def test_who_decides_a_setting_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options before the environment, the environment before our defaults."""
+    monkeypatch.delenv("UCX_MAX_RNDV_RAILS", raising=False)
+    assert Options().settings()["MAX_RNDV_RAILS"] == "2"
+    monkeypatch.setenv("UCX_MAX_RNDV_RAILS", "1")
+    assert "MAX_RNDV_RAILS" not in Options().settings()
+    told = Options(ports="20000-20099", ucx={"MAX_RNDV_RAILS": 4, "MM_ERROR_HANDLING": False}).settings()
+    assert told["MAX_RNDV_RAILS"] == "4" and told["MM_ERROR_HANDLING"] == "n"
+    assert told["TCP_PORT_RANGE"] == "20000-20099"
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)

@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -242,6 +243,14 @@ def test_strangers_fill_no_memory(world: World) -> None:
             world.run(0.001)
         assert resident() - before < 32 << 20, mechanism
     world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
+
+
+def test_unix_sockets_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    transport = ZmqTransport("agent", {"protocol": "ipc"})
+    assert list(tmp_path.iterdir())
+    transport.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("encrypt", [True, False])
