@@ -432,6 +432,18 @@ def test_what_fails_on_this_side_fails_its_transfer_alone(
     assert all(e.agents[0].close() for e in (d, p))
 
 
+def test_a_directory_that_gets_no_thread_keeps_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Directory(Config()) as other:
+        config = Config(port=other.source.port)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread("kvxfer-dir"))
+        with pytest.raises(RuntimeError, match="new thread") as failed:
+            Directory(config)
+    with Directory(config) as found:
+        assert found.source.port == config.port
+    del failed  # and what it leads to
+
+
 def test_a_back_end_whose_constructor_raises_anything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTransport, "__init__", lambda *_: sys.exit(3))
     threads = set(threading.enumerate())
