@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import TransportError
 from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
@@ -152,6 +154,22 @@ def test_nothing_is_sent_before_the_peer_has_answered(monkeypatch: pytest.Monkey
     b.submit(Verb.RECV, 0, [0], [1 << 20])
     assert [done.error for done in run(a, b, ends=2)] == [None, None]
     assert (b.bytes == a.bytes).all()
+    a.transport.close()
+    b.transport.close()
+
+
+@pytest.mark.parametrize("options", [{}, TCP], ids=["shm", "tcp"])
+def test_a_link_to_another_end_moves_nothing_though_its_tag_is_right(options: dict[str, Any]) -> None:
+    """Whoever hands on an endpoint may have made one of two."""
+    a, b = Side("first", **options), Side("second one", **options)
+    before = b.bytes.copy()
+    mine, theirs = a.transport.endpoint(), b.transport.endpoint()
+    a.peer = a.transport.connect(mine, replace(Endpoint.decode(theirs), end=new_token()).encode())
+    b.peer = b.transport.connect(theirs, mine)
+    a.submit(Verb.SEND, 0, [0], [4096])
+    b.submit(Verb.RECV, 0, [0], [4096])
+    assert all(done.error is not None for done in run(a, b, ends=2))
+    assert (b.bytes == before).all()
     a.transport.close()
     b.transport.close()
 
