@@ -82,6 +82,29 @@ def test_slots_come_back_after_failures(engine, verbs, quiet):
     assert (after.staged - before.staged, after.direct) == (1, 0)
 
 
+@pytest.mark.parametrize("verbs", [["read"], ["write"], ["send", "recv"]], ids=str)
+def test_slots_come_back_after_a_cancel(engine, verbs, caplog):
+    """The consumer gives up while a piece is on its way for long, more often than there are slots."""
+    net, times = Network(), 9
+    net.delay_s = 60.0
+    options = {"verbs": verbs, "gathers": False, "network": net}
+    p, d = engine(dict(options), blocks=400, seed=1, **STAGED), engine(dict(options), blocks=400, **STAGED)
+    for i, t in enumerate(transfers(times)):
+        p.agents[0].offer(offered(list(range(32)), 128, transfer=t))
+        d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=t, handle=str(i)))
+        while d.agents[0].stats().staged <= i:
+            time.sleep(0.001)
+        d.agents[0].cancel(str(i), "client left")
+        d.wait(Released, count=i + 1)
+    net.delay_s = 0.0
+    good = TransferId("own/1/good", 0)
+    p.agents[0].offer(offered(list(range(32)), 128, transfer=good))
+    d.agents[0].fetch(fetch(p.source, list(range(32)), 128, transfer=good))
+    assert d.wait(Ended, count=times + 1)[times].outcome.delivered
+    assert np.array_equal(d.block(31), p.block(31))
+    assert "did not end within" not in caplog.text, "the batch is aborted, and no link is closed for it"
+
+
 def test_a_cancelled_load_resets_no_back_end(engine, caplog):
     """The producer says when it writes no more, if it is given the time: the consumer's back end was reset at once, with all links."""
     options = {"verbs": ["write"], "gathers": False, "quiet": "later", "delay_s": 0.05}
