@@ -150,6 +150,16 @@ def test_what_has_come_when_the_producer_gives_up_is_delivered_where_that_is_eno
     d.wait(Released, count=2)
 
 
+def test_what_nobody_is_reading_when_it_is_given_up_ends_at_once(engine):
+    p, d = engine({}, seed=1), engine({})
+    p.agents[0].offer(offered([3], 4, transfer=T, final=False))
+    p.agents[0].revoke(T, 1, "its client has left", gone=True, kept=True)
+    assert p.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
+    p.wait(Released)
+    d.agents[0].fetch(replace(fetch(p.source, [5, 6], 8, transfer=T), enough=4))
+    assert d.wait(Ended)[0].outcome.kind is FailureKind.WITHDRAWN
+
+
 def test_cancel_on_either_side(engine, options):
     p, d = engine(dict(options), seed=1), engine(dict(options))
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=T))
