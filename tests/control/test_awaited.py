@@ -137,6 +137,11 @@ def test_of_a_directory_that_is_not_there_one_hears_that(pair: Pair) -> None:
     until(lambda: Unheard(at.host, at.port) in pair.all())
 
 
+def test_of_a_directory_whose_name_nobody_knows_one_hears_that(pair: Pair) -> None:
+    pair.d.tell(Source("gone.invalid", 1, 0), Await(0, (Named(X, b"d"),)))
+    until(lambda: Unheard("gone.invalid", 1) in pair.all())
+
+
 def test_what_strangers_await_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         monkeypatch.setattr("kvxfer.control.directory.MAX_AWAITED", 8)
