@@ -136,6 +136,12 @@ def test_a_question_takes_no_other_name(holder: Holder, name: TransferId) -> Non
     assert holder.side.offer("r", name, b"digest", 64), "the honest one"
 
 
+def test_the_names_of_questions_cannot_be_guessed() -> None:
+    names = {TransferId.asked() for _ in range(100)}
+    assert len(names) == 100 and all(one.is_asked for one in names)
+    assert len({one.base[:8] for one in names}) > 50
+
+
 @pytest.mark.parametrize("row", [[1, 1, 2, 3], [1, -1, 2, 3], [1, 2, 3, 2], [1, 2], [1, 2, 3, 999]], ids=str)
 def test_what_the_engine_says_wrongly_is_answered_with_nothing_and_told_as_its_own(
     holder: Holder, row: list[int], caplog: pytest.LogCaptureFixture

@@ -64,6 +64,14 @@ def test_what_a_consumer_says_of_transfers_that_are_over(says: object) -> None:
             says(door, i)  # type: ignore[operator]
 
 
+def test_what_a_consumer_waits_for_counts_with_its_name() -> None:
+    door, waits = Door(), 0
+    for i in range(1400):
+        said = door.says(WRONG, m.FetchRequest(name(i), i + 1, WRONG, 0, 4, TABLE, 1, 5.0))
+        waits += not said
+    assert waits < 80 << 20 >> 16, "80 MiB are for all that wait"
+
+
 @pytest.mark.parametrize("kind", [Await, Decline, Renew])
 def test_what_a_directory_is_told(kind: type[Await | Decline | Renew]) -> None:
     with PagedEngine(Config(), name="p") as p, Directory(Config(), "d") as d:

@@ -73,6 +73,15 @@ def test_nothing_is_loaded_into_what_is_offered(three: tuple[PagedEngine, PagedE
     d.verify()
 
 
+def test_two_loads_have_blocks_of_their_own(three: tuple[PagedEngine, PagedEngine, PagedEngine]) -> None:
+    p, d, _ = three
+    waits(d, "r", p, [1, 2])
+    with pytest.raises(
+        ScheduleError, match="request s cannot load into block 2, which the load of request r still uses"
+    ):
+        d.load("s", p.offer("s", 8, [5, 6]), 8, [2, 3])
+
+
 def test_a_prompt_that_ends_in_blocks_of_a_load_is_withdrawn(
     three: tuple[PagedEngine, PagedEngine, PagedEngine],
 ) -> None:

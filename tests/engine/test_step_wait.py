@@ -167,6 +167,14 @@ def test_whoever_comes_ends_the_wait_and_a_long_load_has_no_other(d: Consumer) -
     assert d.waits("a") == [], "it is there, and is to be computed"
 
 
+def test_another_engine_that_asks_ends_the_wait(d: Consumer) -> None:
+    d.knows_a_long_one()
+    d.load("a")
+    with mock.patch.object(d.side.directory, "inquiries", ["a question"]):
+        assert d.waits("a") == []
+    assert len(d.waits("a")) == LOOKS
+
+
 def test_beside_the_steps_a_load_that_ends_ends_the_wait(d: Consumer) -> None:
     d.side.loads.paces.failed(SOURCE)
     d.load("a")
