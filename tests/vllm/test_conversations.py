@@ -507,10 +507,11 @@ def near(make: Make, wire: Wire) -> tuple[PlayedEngine, PlayedEngine]:
 def again(p: PlayedEngine, d: PlayedEngine, text: list[int]) -> tuple[str, int]:
     """Have P compute what D holds some of; the steps from D's answer until P computes it."""
     name = p.add(text, {"remote_kv_source": tier(d, {})["remote_kv_source"]}, n=4)
-    p.step(), d.step()
+    p.step()
     deadline = time.monotonic() + 20.0
     while p.scheduler.connector._sched.side.asking(name):  # type: ignore[union-attr]
         assert time.monotonic() < deadline
+        d.step()  # which answers once the question is there
         if name in p.step().num_scheduled_tokens:
             return name, 0
     return name, next(n for n in range(1, 20) if name in p.step().num_scheduled_tokens or d.step() is None)
