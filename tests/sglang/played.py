@@ -548,7 +548,7 @@ def _wait_for(port: int) -> None:
         try:
             requests.get(f"http://127.0.0.1:{port}/health", timeout=1)
             return
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             time.sleep(0.05)
     raise TimeoutError("SGLang's bootstrap server does not answer")
 
