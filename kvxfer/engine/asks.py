@@ -270,10 +270,11 @@ class Asks:
         if fetches or not ask.requests:
             self._end_now(request, ask, "the consumer does not need it")
         elif ask.taken is not None and request.load is not None and request.load.transfer is ask.transfer:
-            self._hand_on(ask, ask.taken)
+            if all(load is request.load or load.over for load in request.load.transfer.loads):
+                self._hand_on(ask, ask.taken)
 
     def _hand_on(self, ask: Ask, taken: PrefixOffer) -> None:
-        """Have another request load what one has taken and leaves before it is fetched, so that it is not declined meanwhile."""
+        """Have another request load what the only one that has begun to leaves before its fetch, so that it is not declined."""
         for name in sorted(ask.requests):
             other = self._schedule.requests.find(name)
             if other is not None and other.load is None and self._load(other, ask, taken):
