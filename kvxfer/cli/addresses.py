@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 
@@ -10,6 +9,7 @@ import msgspec
 import typer
 
 from kvxfer.backend.ports import own_addresses
+from kvxfer.cli.host import memory_bytes
 from kvxfer.config import Config
 from kvxfer.control.directory import Directory
 from kvxfer.control.lookup import look_up
@@ -60,8 +60,7 @@ def settings_problems(config: Config) -> list[str]:
         out.append(str(e))
     except OSError as e:
         out.append(f"{e}; set 'listen' to an address of this host and 'port' to one that no other process uses")
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (config.staging_bytes or 0) > has:
+    if (config.staging_bytes or 0) > (has := memory_bytes()):
         out.append(
             f"kvxfer setting 'staging_bytes': each worker takes {config.staging_bytes} bytes, and this host has {has}; take less"
         )

@@ -32,7 +32,7 @@ def host_facts(root: Path = Path("/")) -> dict[str, Any]:
         "machine": platform.machine(),
         "python": platform.python_version(),
         "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": memory_bytes(),
         "nvidia_gpus": _listed(root / "proc/driver/nvidia/gpus"),
         "infiniband": _listed(root / "sys/class/infiniband"),
         "ptrace_scope": _number(root / "proc/sys/kernel/yama/ptrace_scope"),
@@ -45,6 +45,11 @@ def host_facts(root: Path = Path("/")) -> dict[str, Any]:
     }
     facts["advice"] = _advice(facts)
     return facts
+
+
+def memory_bytes() -> int:
+    """Return how many bytes of memory this host has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _advice(facts: dict[str, Any]) -> list[str]:
