@@ -166,7 +166,7 @@ def test_a_benchmark_for_which_there_is_no_memory_does_not_begin() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["transfer --backend", "chaos --backend", "load", "engines", "conversation --backend"]
+    "words", ["transfer --backend", "chaos --backend", "load", "engines", "sglang", "conversation --backend"]
 )
 def test_a_benchmark_of_a_back_end_that_is_not_installed_starts_nothing(words: str) -> None:
     result = run("bench", *words.split(), "nonesuch")

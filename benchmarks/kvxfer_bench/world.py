@@ -490,9 +490,9 @@ class RankedWorld:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End all engines; after an interrupt at once."""
-        for name in self._stopped:
-            self._remotes[name].resume()
-        for remote in self._remotes.values():
+        for name, remote in self._remotes.items():
+            if name in self._stopped:
+                remote.resume()
             remote.__exit__(kind)
 
 

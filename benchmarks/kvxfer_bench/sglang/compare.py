@@ -19,10 +19,11 @@ import typer
 
 from kvxfer.cli.terminal import Say, progress
 from kvxfer.errors import ConfigError
-from kvxfer_bench.options import Flags, Gpus, KeepLogs, Rounds
+from kvxfer_bench.options import Flags, Gpus, KeepLogs, Rounds, known_here
 from kvxfer_bench.servers import START_S, PairTurns, Starter, Tell, shape_of, starting
 from kvxfer_bench.sglang.servers import (
     GENERATE,
+    STOCK,
     SglangPair,
     SglangServer,
     ask_pair,
@@ -201,6 +202,9 @@ def compare_sglang(
 
     Prints one JSON object per line.
     """
+    for name in backends:
+        if not name.startswith(STOCK):
+            known_here(name)
     shape = None if Path(model).is_dir() else shape_of(model)
     dtype = "bfloat16" if shape is None else shape.dtype
     context = max(prompt, *LENGTHS) + tokens + ROOM
