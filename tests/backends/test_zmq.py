@@ -87,12 +87,14 @@ def test_ends_of_connections_leave_no_objects(world: World) -> None:
     assert sum(type(o) is zmq.Event for o in gc.get_objects()) == before
 
 
-def test_a_skipped_stream_fails(world: World) -> None:
+@pytest.mark.parametrize("asked_for", ["before", "after"])
+def test_a_skipped_stream_fails(world: World, asked_for: str) -> None:
     """The sender went on to the next stream, so the one in between never comes."""
     a, b, link = world.pair()
     _, (_, skipped) = link.halves(TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
     started = Started([(b, b.submit(skipped))])
-    world.run(0.05)
+    if asked_for == "before":
+        world.run(0.05)
     world.succeed(link.start(TransferMode.SEND, a, b, Runs.of([0], [0], [1000])))
     [result] = world.finish(started)
     assert result.error is not None and "skipped" in result.error
@@ -220,6 +222,19 @@ def test_a_flood_of_unknown_streams_costs_the_link(world: World, impostor: Impos
         impostor.say(Header(Kind.GRANT, stream, 1, 1), b"")
     [result] = world.finish(started)
     assert result.error is not None and "streams" in result.error
+
+
+def test_questions_whose_answers_are_not_read_cost_the_link(world: World, impostor: Impostor) -> None:
+    """They would wait here in any number."""
+    asked = 0
+    while impostor.victim.transport.lost(impostor.peer) is None and asked < 1_000_000:
+        try:
+            impostor.dealer.send_multipart([Header(Kind.HELLO).encode(), b""], zmq.NOBLOCK)
+            asked += 1
+        except zmq.Again:
+            world.turn(0.0)
+    lost = impostor.victim.transport.lost(impostor.peer)
+    assert lost is not None and "does not read" in lost.detail
 
 
 def test_strangers_fill_no_memory(world: World) -> None:

@@ -30,6 +30,9 @@ RETIRE_S = 1.0
 EARLY_STREAMS = 4096
 """Streams that the peer may name before this side has posted them."""
 
+UNSENT = 4096
+"""Messages that may wait for the peer to read those before them when it asks for another."""
+
 
 @dataclass(eq=False)
 class Half(Submitted):
@@ -183,7 +186,7 @@ class Link(LinkBase[Half]):
             self.lose(_text(payload))
         elif kind in (Kind.HELLO, Kind.WELCOME):
             if kind is Kind.HELLO:
-                self._say(Header(Kind.WELCOME))
+                self._answer(Header(Kind.WELCOME))
             self._heard = True
         elif kind is Kind.GRANT:
             self._take_grant(stream, a, b)
@@ -206,6 +209,8 @@ class Link(LinkBase[Half]):
             if stream > self._last[Verb.SEND]:
                 self._early_grants[stream] = granted, nbytes
                 self._check_early()
+            else:
+                self._answer(Header(Kind.CANCEL, stream), b"the other side skipped this stream, or has ended it")
             return
         if nbytes != half.data.nbytes:
             what = f"sizes differ: {half.data.nbytes} bytes to send, {nbytes} bytes expected"
@@ -252,6 +257,15 @@ class Link(LinkBase[Half]):
     def _say(self, header: Header, payload: bytes = b"") -> None:
         self._control.append((header, payload))
 
+    def _answer(self, header: Header, payload: bytes = b"") -> None:
+        if len(self._control) >= UNSENT:
+            raise Violation(f"more than {UNSENT} messages whose answers it does not read")
+        self._say(header, payload)
+
+    def _may_say(self) -> bool:
+        """Whether there is a message that the peer will hear: before its ``connect`` it drops what comes, and answers HELLO once called."""
+        return bool(self._control) and (self._heard or self._control[0][0].kind is Kind.HELLO)
+
     def _grant(self, half: Half) -> None:
         """Move the window on, in steps of half its size."""
         nbytes = half.data.nbytes
@@ -268,7 +282,7 @@ class Link(LinkBase[Half]):
                 return False
             if not room:
                 return False
-            if self._control:
+            if self._may_say():
                 self._connection.say(*self._control.popleft())
             elif not self._send_frame():
                 return False
