@@ -59,16 +59,20 @@ class Stranger:
             self.line.tell(message)
         except OSError:
             return b""
-        self.world.run(0.05)
-        for _ in range(3):  # the victim's connection, its greeting, its answer
+        answers: list[bytes] = []
+
+        def answered() -> bool:
             self.lines.handle(self.wakeup.clear())
-        while self.line.heard:
-            said, descriptors = self.line.heard.popleft()
-            for descriptor in descriptors:
-                os.close(descriptor)
-            if said.startswith(ring.ANSWERED):
-                return said[1:]
-        return b""
+            while self.line.heard:
+                said, descriptors = self.line.heard.popleft()
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if said.startswith(ring.ANSWERED):
+                    answers.append(said[1:])
+            return bool(answers) or self.line.down is not None
+
+        self.world.wait_for(answered, "an answer, or the end of the link")
+        return answers[0] if answers else b""
 
     def ask(self, runs: list[tuple[int, int]], request: tuple[int, int, int, int]) -> bytes:
         table = b"".join(struct.pack("<qq", *run) for run in runs)

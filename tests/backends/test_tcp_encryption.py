@@ -1,5 +1,6 @@
 """The tcp back end with ``encrypt``: it keeps the contract, tells nothing to who listens, and believes nothing that was changed."""
 
+import select
 import socket
 import sys
 from collections.abc import Iterator
@@ -158,7 +159,7 @@ def test_a_connection_that_was_recorded_is_not_taken_again(world: World, tapped:
     recorded = bytes(tapped.relay.asked)
     with socket.create_connection((tapped.told.host, tapped.told.port), timeout=5) as again:
         again.sendall(recorded)
-        world.run(0.1)
+        world.wait_for(lambda: select.select([again], [], [], 0)[0], "the end of the connection")
         with suppress(ConnectionError):
             assert again.recv(1) == b""
     world.succeed(tapped.read())

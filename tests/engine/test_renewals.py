@@ -7,11 +7,13 @@ import time
 
 import pytest
 
+from kvxfer import clock
 from kvxfer.engine import renewals
 from kvxfer.engine.renewals import Renewals
 from kvxfer.identity import Source, TransferId
 from kvxfer.protocol.messages import Renew
 from kvxfer.schedule import FetchSchedule
+from kvxfer.testing.clock import SetForward
 from kvxfer.values import Group
 from tests.schedule.ends import Loading
 
@@ -46,11 +48,12 @@ class Waiting:
         assert self.schedule.arrive(request, transfer, digest, source, 40)
         load = self.schedule.of(request)
         assert load is not None
-        load.came_at = time.monotonic()
+        load.came_at = clock.now()
         self.renewals.start()
 
 
-def test_nothing_but_time_has_to_pass() -> None:
+def test_nothing_but_time_has_to_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewals, "RENEWED", 2000)  # of leases this short
     told = Told()
     r = Waiting(0.04, told)
     r.begin("x", X, b"x", A)
@@ -70,15 +73,18 @@ def test_nothing_but_time_has_to_pass() -> None:
 
 
 def test_renewals_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renewals, "RENEWED", 2)
-    told = Told()
-    r = Waiting(0.2, told)
-    r.begin("x", X, b"x", A)
-    told.wait(A, X, 1)
-    time.sleep(1.0)
-    count = len(told.notices)
-    assert count <= 9, "it was renewed for longer than two leases"
-    r.begin("y", Y, b"y", A)
-    told.wait(A, Y, 2)
-    assert told.notices.count((A, X)) == count
-    r.renewals.close()
+    monkeypatch.setattr(renewals, "RENEWED", 2000)
+    told, time_passes = Told(), SetForward()
+    with time_passes.installed():
+        r = Waiting(0.04, told)
+        r.begin("x", X, b"x", A)
+        told.wait(A, X, 1)
+        time_passes.forward(40.0)
+        told.wait(A, X, told.notices.count((A, X)) + 2)
+        time_passes.forward(40.0)
+        r.begin("y", Y, b"y", A)
+        told.wait(A, Y, 2)
+        count = told.notices.count((A, X))
+        told.wait(A, Y, 5)
+        assert told.notices.count((A, X)) == count, "it was renewed for longer than 2000 leases"
+        r.renewals.close()

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvxfer.errors import PeerError
+from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.mutant import ARRIVING, Mutant, Spoiling
 from kvxfer.transport.contract import Batch, Completion, Fence, PlanBatch, Quieted, Verb
 
@@ -189,7 +190,7 @@ class LandsAfterTheAbort(Mutant):
 
     def poll(self) -> list[Completion | Quieted]:
         due: list[tuple[float, Batch]] = self.__dict__.setdefault("due", [])
-        while due and due[0][0] < time.monotonic():
+        while due and due[0][0] < thread_clock():
             batch = due.pop(0)[1]
             if batch.local in self.memories:
                 self.spoil(batch)
@@ -198,7 +199,7 @@ class LandsAfterTheAbort(Mutant):
     def ended(self, batch: Batch, word: Completion) -> list[Completion]:
         if word.error is not None and not self.late:  # one alone: two on the same byte would leave it as it was
             self.late = True
-            self.__dict__.setdefault("due", []).append((time.monotonic() + 0.1, batch))
+            self.__dict__.setdefault("due", []).append((thread_clock() + 0.1, batch))
         return [word]
 
     def fileno(self) -> int | None:

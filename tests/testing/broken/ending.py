@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import time
 from typing import Any, ClassVar
 
+from kvxfer import clock
 from kvxfer.errors import PeerError
 from kvxfer.testing import FakeTransport
 from kvxfer.testing.network import PendingBatch
@@ -109,7 +109,7 @@ class SaysQuietedTooSoon(GetsQuietLater):
 
     def poll(self) -> list[Completion | Quieted]:
         for late in self._net._late:
-            if late.side.owner is self and late.quiet_at < time.monotonic() + 0.02:
+            if late.side.owner is self and late.quiet_at < clock.now() + 0.02:
                 late.move()
         return super().poll()
 

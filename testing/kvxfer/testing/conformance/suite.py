@@ -195,10 +195,14 @@ class World:
             participant.turn(fd in readable)
 
     def run(self, seconds: float, busy: Participant | None = None) -> None:
-        """Let everything go on for some seconds, except what the thread of ``busy`` would do."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self.turn(busy=busy)
+        """Let everything go on for some seconds, except what the thread of ``busy`` would do.
+
+        It has a turn for each 5 ms, however long this process stands still meanwhile.
+        """
+        until, turns = time.monotonic() + seconds, seconds / 0.005
+        while turns > 0 or time.monotonic() < until:
+            self.turn(0.005, busy)
+            turns -= 1
 
     def wait_for(
         self, condition: Callable[[], bool], what: str, seconds: float | None = None, busy: Participant | None = None
