@@ -175,6 +175,7 @@ BOTH = '{"tests.test_doctor:First": {}, "tests.test_doctor:Later": {"sed": 1}}'
     ("words", "code", "said"),
     [
         (["--peer", "nowhere"], 2, "nowhere"),
+        (["--peer", "host:99999"], 2, "does not end in a port"),
         (["--config", "["], 2, "neither a JSON object"),
         (["--stand-in", "cpu", "--json"], 2, "leave out --peer and --json"),
         (["--stand-in", "cpu", "--peer", "127.0.0.1:1"], 2, "leave out --peer and --json"),
@@ -393,6 +394,7 @@ def test_a_visit_tells_what_became_of_prefixes() -> None:
             show_visit(Console(file=shown, width=500), found)
             assert "asked others for: 1 requests, 0 unanswered; 64 tokens found, 64 loaded" in shown.getvalue()
             assert "one after " in shown.getvalue()
+            assert "tcp, up, ping " in shown.getvalue() and "GB/s: not measured" in shown.getvalue()
         assert call(p.scheduler.source, backend="tcp")["prefixes"]["asked_now_s"] is None, "it makes no steps"
 
 

@@ -75,7 +75,7 @@ class TestAddress:
     @pytest.mark.parametrize(
         "text",
         ["", "h: 5", f"{'a' * 254}:5"]
-        + ": h h: h:+5 127.1:5 0x7f000001:5 2130706433:5 010.0.0.1:5 1.2.3.4.5:5 [10.0.0.1]:5 [h]:5 [::1:5 ::1]:5".split()
+        + ": h h: h:+5 h:0 h:65536 127.1:5 0x7f000001:5 2130706433:5 010.0.0.1:5 1.2.3.4.5:5 [10.0.0.1]:5 [h]:5 [::1:5 ::1]:5".split()
         + "fe80::1%eth0:5 [fe80::1%0]:5 a..b:5 -a:5 a-:5 h.:5 é:5 h/x:5 u@h:5 tcp://h:5".split(),
     )
     def test_anything_else_is_refused(self, text: str) -> None:

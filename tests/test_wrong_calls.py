@@ -133,6 +133,8 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     "port is none": (lambda: Source("h", 0, 1), "port must be at least 1, not 0"),
     "host is a sentence": (lambda: Source("not a host!", 7, 1), "host 'not a host!' is neither an IP address nor"),
     "rows are nothing": (lambda: BlockTable.of(None), "rows must be one row of block ids for each group, not None"),
+    "an id is above 32 bits": (lambda: BlockTable.of([[1 << 31]]), "group 0: .*above"),
+    "bands of what is final": (lambda: offer(bands=1), "bands must be at most 0, not 1"),
     "rows are none": (lambda: BlockTable(None), "rows must be a tuple"),
     "too many rows": (lambda: BlockTable.of([[1]] * 129), "rows must be a tuple of up to 128"),
     "a rank is negative": (lambda: Rank(-1), "pp must be at least 0"),
