@@ -2,8 +2,9 @@
 
 * A case marked ``gpu`` is for a machine with a CUDA device, one marked ``gpus`` for a machine with two. Of these, ``pytest -m gpu`` and
   ``pytest -m gpus`` leave out what is also ``slow``, whose time a machine with GPUs is too dear for, unless the expression names it.
-* Of a function with many cases, a run with ``--keep K`` takes K: always the same ones, drawn by their names. ``pytestmark =
-  pytest.mark.keep(N)`` says another number for a module, a class or a function; 0 is all of them.
+* Of a function with many cases, a run with ``--keep K`` takes K: always the same ones, drawn by their names. It takes all of a table, that
+  is where a case has no fixtures but pytest's own, and takes next to no time. ``pytestmark = pytest.mark.keep(N)`` says another number
+  for a module, a class or a function; 0 is all of them.
 * The modules that ``--first`` names begin, since one that takes long would keep a single core at the end.
 * A clause of the conformance suite that measures or moves gigabytes counts as ``slow``, as do all histories of a suite but the first.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections import defaultdict
 from ctypes import CDLL
 from zlib import crc32
@@ -21,6 +23,8 @@ import pytest
 CLAUSES = "kvxfer.testing.conformance."
 DEAR = ("blocking", "resources", "volume")
 """The files of clauses that are dear: they find faults only where a back end has changed."""
+
+PYTEST_S = ("self", "monkeypatch", "tmp_path", "caplog", "capsys", "capfd", "request")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +62,15 @@ def _fits(item: pytest.Item, wanted: str) -> bool:
 def _some(cases: list[pytest.Item], keep: int) -> list[pytest.Item]:
     if keep and (mark := cases[0].get_closest_marker("keep")):
         keep = mark.args[0]
+    elif _is_of_a_table(cases[0]):
+        keep = 0
     return sorted(cases, key=lambda item: crc32(item.nodeid.encode()))[: keep or None]
+
+
+def _is_of_a_table(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return False
+    return set(inspect.signature(item.function).parameters) <= {*item.callspec.params, *PYTEST_S}
 
 
 @functools.cache

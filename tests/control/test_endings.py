@@ -69,6 +69,7 @@ def started(monkeypatch: pytest.MonkeyPatch, who: str = "") -> threading.Event:
 # --- in a process of its own -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.keep(4)
 @pytest.mark.parametrize("backend", ["tcp", "zmq", "cma", "nixl", "ucx"])
 @pytest.mark.parametrize("case", ["many", "leave", "fork"])
 def test_nothing_crashes_or_hangs(case: str, backend: str) -> None:

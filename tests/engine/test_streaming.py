@@ -55,6 +55,7 @@ def stream(p: PagedEngine, d: PagedEngine, theirs: list[int], by_token: bool) ->
     d.verify()  # with the tokens beyond the prompt, which nobody may touch
 
 
+@pytest.mark.keep(8)
 @pytest.mark.parametrize("verbs", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("row", [DIRECT, STAGED], ids=["direct", "staged"])
 @pytest.mark.parametrize("block", [BLOCK, 16, 7], ids=["into_one_block", "into_blocks_of_16", "into_blocks_of_7"])

@@ -48,6 +48,7 @@ def copy(plan: CopyPlan, source: np.ndarray, target: np.ndarray) -> None:
                 target[to + b : to + b + n] = source[at + a : at + a + n]
 
 
+@pytest.mark.keep(8)
 @pytest.mark.parametrize(("kind", "src"), PAIRS, ids=[f"{k.name}: {s}" for k, s in PAIRS])
 def test_any_layout_into_any_layout(kind: Kind, src: str) -> None:
     layers, tokens = ("l0", "l1", "l2"), 13

@@ -40,6 +40,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 
 
+@pytest.mark.keep(8)
 @each_setting
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(script=NOISE)
@@ -95,6 +96,7 @@ def test_all_is_delivered_when_nothing_goes_wrong(setting: Setting) -> None:
     assert world.decodes.outcomes == {"delivered": 7 * RANKS, "whole": 7}  # the last is the world's own
 
 
+@pytest.mark.keep(8)
 @each_setting
 def test_a_connection_that_breaks_costs_nothing_while_no_bytes_move(
     setting: Setting, monkeypatch: pytest.MonkeyPatch

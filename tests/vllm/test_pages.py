@@ -194,6 +194,7 @@ SPARSE = {"model.layers.0.attn": ds_mla(), "model.layers.0.indexer.k_cache": ind
 SHUFFLED = {**SPARSE, "model.layers.0.indexer.k_cache": replace(indexer(), more={"uses_shuffled_layout": True})}
 
 
+@pytest.mark.keep(12)
 @pytest.mark.parametrize("start", [0, 64])
 @pytest.mark.parametrize("n", [65, 150, 190, 192])
 @pytest.mark.parametrize("sizes", [(1, 1), (8, 4), (2, 8)])
@@ -347,6 +348,7 @@ def test_pages_of_unknown_content_in_too_many_pieces_stop_the_start() -> None:
 MODELS = {"gemma4": (gemma4, 4, 16), "mimo": (mimo, 4, 8), "nemotron nas": (nas, 2, 8), "uniform": (mimo, 8, 8)}
 
 
+@pytest.mark.keep(12)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "sizes", [(8, 4), (8, 2), (8, 1), (4, 8), (2, 8), (1, 8), (8, 8), (4, 2), (2, 1), (1, 2), (16, 8), (8, 16)]

@@ -78,6 +78,7 @@ LATENTS = {f"model.layers.{i}.attn": latent() for i in range(2)}
 TURNS = [(1, 1), (2, 1), (2, 16), (4, 1), (4, 4), (3, 2)]
 
 
+@pytest.mark.keep(12)
 @pytest.mark.parametrize("n", [2, 190])
 @pytest.mark.parametrize("d", TURNS)
 @pytest.mark.parametrize("p", TURNS)
@@ -106,6 +107,7 @@ def segregate(sides: list[Side], back: bool = False) -> None:
         )
 
 
+@pytest.mark.keep(12)
 @pytest.mark.parametrize("n", [2, 190])
 @pytest.mark.parametrize("d", TURNS)
 @pytest.mark.parametrize("p", TURNS)
