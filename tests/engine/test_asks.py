@@ -425,6 +425,23 @@ def test_nobody_is_asked_for_a_request_that_waits_in_a_queue(world: World) -> No
     world.over()
 
 
+def test_a_question_ends_when_the_engine_confirms_that_its_load_is_over(world: World) -> None:
+    """No rank has reported it, or will: an engine may hear of the end from elsewhere."""
+    d, p = world.holder(), world.engine()
+    side = p.scheduler
+    assert side.ask("r", p.prefix(Turn("", PROMPT, [0], "", ())), [d.scheduler.source], 64)
+    assert side.loadable("r", 0) is None
+    until(lambda: (d.step(timeout=0.001), side.directory.noticed)[1])
+    assert side.loadable("r", 0) == WHOLE
+    side.allocated("r", BlockTable.of([[*range(16)]]), WHOLE)
+    assert not side.asked[""].loaded
+    side.confirm_load_ended("r")
+    assert side.asked[""].loaded == WHOLE
+    side.finished("r", BlockTable.of([[]]), complete=False)
+    world.until(lambda: not any(len(e.scheduler) or e.scheduler.waiting for e in world.engines))
+    assert side.asked[""].loaded == WHOLE and not side.asked[""].recomputed, "once"
+
+
 def test_questions_end_with_the_cache(world: World) -> None:
     """What is asked under earlier weights is of no use."""
     d, p = world.holder(), world.engine()

@@ -276,6 +276,16 @@ def test_whoever_wants_no_more_than_an_equal_share_has_it(
         assert sum(size for _, size in held.values()) <= 100
 
 
+def test_those_who_have_left_have_one_share_together() -> None:
+    budgets: Shares[str, int] = Shares(100, "newest")
+    for i in range(100):
+        assert budgets.take(f"{i}", i, 1) == []
+        budgets.merge(f"{i}", "gone")
+    assert budgets.take("here", 100, 50) == list(range(99, 49, -1))
+    budgets.give("gone", 3)
+    assert budgets.take("another", 101, 1) == []
+
+
 def test_a_keep_forgets_in_order_and_no_more_than_it_must() -> None:
     keep: ExpiringMap[str, int, int] = ExpiringMap(10.0, 10)
     for i in range(100):
