@@ -42,6 +42,19 @@ def test_an_offer_is_kept_until_all_its_consumers_have_it(engine: Any) -> None:
     assert np.array_equal(one.block(5), p.block(3)) and np.array_equal(halves, p.block(3))
 
 
+def test_an_offer_is_over_once_those_who_will_come_have_it(engine: Any) -> None:
+    """The engine learns only then that one of them has declined."""
+    p, one = engine({}, seed=1), engine({})
+    p.agents[0].offer(offer(2))
+    one.agents[0].fetch(fetch(p.source, [5, 2, 9], 11, transfer=T))
+    assert one.wait(Ended)[0].outcome.delivered
+    one.wait(Released)
+    assert not p.events()
+    p.agents[0].offer(offer(1))
+    assert p.wait(Ended)[0].outcome.delivered
+    p.wait(Released)
+
+
 def test_what_becomes_of_one_means_nothing_for_the_others(engine: Any) -> None:
     p, gone, lost, stays = engine({}, seed=1, lease=5.0), engine({}, tp=2), engine({}), engine({})
     for agent in gone.agents:  # gives up before it is there
