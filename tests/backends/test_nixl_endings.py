@@ -13,14 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer import clock
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Runs
+from kvxfer.testing.clock import SetForward
 from kvxfer.testing.conformance import TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
 from tests.backends.nixl_worlds import MIB, TCP, cma, tcp, world  # noqa: F401  (fixtures)
 from tests.conftest import require
 
 require("nixl")
+
+from kvxfer_nixl import rest  # noqa: E402  (only where it can be used)
 
 
 def test_what_a_stopped_peer_still_owes_comes_before_close_and_not_after(tcp: World) -> None:
@@ -206,3 +210,15 @@ def test_a_peer_that_goes_while_it_is_connected_takes_nobody_along() -> None:
         [sys.executable, "-X", "faulthandler", "-c", GONE], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and done.stdout.endswith("alive\n"), done.stderr[-3000:]  # UCX prints what it finds
+
+
+def test_a_thread_that_rests_is_seen_to_on_a_host_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first look two seconds had passed, and the memory of a sound agent stayed out of use for good."""
+    over, time_passes = threading.Event(), SetForward()
+    asleep = threading.Thread(target=over.wait, daemon=True)
+    asleep.start()
+    with time_passes.installed():
+        monkeypatch.setattr(clock, "wait", lambda seconds: (time.sleep(seconds), time_passes.forward(5.0)))
+        assert rest.come_to_rest([str(asleep.native_id)], 2.0)
+    over.set()
+    asleep.join()

@@ -17,6 +17,8 @@ LOOK_S = 0.001
 RESTS = 3
 """In how many looks a thread is seen asleep that rests: now and then even while peers keep it busy. One that spins for ever was never seen
 so in 20,000, but might be once, as it waits for a lock."""
+LEAST = 300
+"""The looks that a thread is given, however long they take on a host on which this process stands still."""
 
 
 def threads() -> frozenset[str]:
@@ -25,13 +27,17 @@ def threads() -> frozenset[str]:
 
 
 def come_to_rest(some: Collection[str], within_s: float) -> bool:
-    """Wait until each of these threads has rested, or has ended; return whether that is so within ``within_s`` seconds."""
-    until = clock.now() + within_s
+    """Wait until each of these threads has rested, or has ended; return whether that is so soon.
+
+    That is within ``within_s`` seconds, and ``LEAST`` looks.
+    """
+    until, looks = clock.now() + within_s, 0
     left = dict.fromkeys(some, RESTS)
-    while left and clock.now() < until:
+    while left and (looks < LEAST or clock.now() < until):
         clock.wait(LOOK_S)
+        looks += 1
         states = {t: _state(t) for t in left}
-        left = {t: n for t, looks in left.items() if states[t] and (n := looks - (states[t] == "S"))}
+        left = {t: n for t, more in left.items() if states[t] and (n := more - (states[t] == "S"))}
     return not left
 
 
