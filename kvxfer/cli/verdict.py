@@ -182,7 +182,7 @@ def _failed(consumer: Story, producer: Story | None, unknown: str) -> Finding:
         elif (
             producer.outcome not in (kind, "delivered")
             and producer.over
-            and text.partition(": ")[2] not in producer.text
+            and (text.partition(": ")[2] or text) not in producer.text
         ):
             theirs = (producer.text or producer.outcome).removesuffix("; " + ADVICE.get(producer.outcome, ""))  # type: ignore[call-overload]
             text += f"; the prefill engine says: {theirs}"
