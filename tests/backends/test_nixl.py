@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from kvxfer import clock
 from kvxfer.backend import CopyPool
 from kvxfer.errors import TransportError
 from kvxfer.geometry import Runs
 from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
+from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.conformance import ParticipantLink, TransferMode, World
 from kvxfer.testing.conformance.content import assert_equal
 from kvxfer.testing.conformance.deaths import Deaths
@@ -188,8 +190,9 @@ class Posted:
 
 
 @pytest.mark.parametrize("byte_s", [0.0, 1e-9], ids=["queued", "copied"])
-def test_gpu_memory_is_posted_whole_unless_that_copies_it(byte_s: float) -> None:
+def test_gpu_memory_is_posted_whole_unless_that_copies_it(byte_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between agents of one GPU posting may copy, at less than a gigabyte a second: a call must not take seconds."""
+    monkeypatch.setattr(clock, "now", thread_clock)  # a host that stands still meanwhile has not copied
     agent, rows = Posted(byte_s), np.array([[0, 64 * MIB, 0], [64 * MIB, 8 * MIB, 0]], np.uint64)
     link: Any = SimpleNamespace(peer=Peer("peer", False, agent), broken=None, up=True)  # type: ignore[arg-type]
     for number in range(2):

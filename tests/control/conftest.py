@@ -48,7 +48,7 @@ def engine() -> Iterator[Callable[..., SeededEngine]]:
         unit: int = 16,
         **config: Any,
     ) -> SeededEngine:
-        config = {"transfer_timeout": 30.0, "lease": 30.0, "peer_timeout": 5.0, "staging_bytes": 1 << 20, **config}
+        config = {"transfer_timeout": 30.0, "lease": 30.0, "peer_timeout": 20.0, "staging_bytes": 1 << 20, **config}
         config.setdefault("abort_timeout", min(config["peer_timeout"], 2.0))
         backend = options.pop("backend", "kvxfer.testing.fake:FakeTransport")
         memory = PagedMemory(blocks=blocks, ranks=tp, seed=seed, unit=unit)

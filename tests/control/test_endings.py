@@ -360,7 +360,7 @@ def test_memory_that_a_peer_may_go_on_writing_is_not_released_by_closing_its_lin
 ) -> None:
     """The back end could not be closed either, so nothing ends what the peer writes; not even a link that is made anew."""
     options, begun = {"verbs": ["write"], "delay_s": 1.5, "run_bytes": 1}, started(monkeypatch, "engine0")
-    p, d = (engine(dict(options), seed=seed, transfer_timeout=3.0) for seed in (1, None))
+    p, d = (engine(dict(options), seed=seed, transfer_timeout=6.0) for seed in (1, None))
     agent, left = d.agents[0], {failing: 0, "close": 0}
     for method in ("disconnect", "abort", "poll", "close"):
         original = getattr(FakeTransport, method)

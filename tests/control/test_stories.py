@@ -28,7 +28,7 @@ DIGEST = b"prompt"
 
 @pytest.fixture
 def pair() -> Iterator[tuple[AgentEngine, AgentEngine]]:
-    times = {"start_timeout": 1.0, "peer_timeout": 2.0}
+    times = {"start_timeout": 1.0, "peer_timeout": 20.0}
     with (
         closing(AgentEngine(times, PagedMemory(tokens=TOKENS), name="p")) as p,
         closing(AgentEngine(times, PagedMemory(tokens=TOKENS), name="d")) as d,

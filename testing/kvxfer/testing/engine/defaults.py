@@ -14,7 +14,7 @@ FACTS = {"model": "simulated"}
 _DEFAULTS = {
     "backend": "kvxfer.testing.fake:FakeTransport",
     "transfer_timeout": 20.0,
-    "peer_timeout": 2.0,
+    "peer_timeout": 20.0,
     "abort_timeout": 2.0,
     "lease": 20.0,
 }
