@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -11,11 +13,13 @@ import pytest
 
 from kvxfer import clock
 from kvxfer.errors import KvxferError
-from kvxfer.geometry import HOST
+from kvxfer.geometry import HOST, Runs
 from kvxfer.testing import ConformanceSuite, remote
 from kvxfer.testing.clock import thread_clock
+from kvxfer.testing.conformance import TransferMode
 from kvxfer.testing.remote_participant import RemoteParticipant
 from kvxfer.transport import Transport, registry
+from tests.backends.conftest import world_of
 from tests.selection import CLAUSES, DEAR
 from tests.testing.mutants import MUTANTS, SOUND, clean_up, complaint, complaint_of_sound
 
@@ -60,6 +64,14 @@ def test_a_defect_is_found(backend: type[Transport], clause: str, arguments: dic
 @each(SOUND)
 def test_what_the_contract_leaves_is_let_pass(backend: type[Transport], clause: str, arguments: dict[str, Any]) -> None:
     assert complaint(backend, clause, arguments) is None
+
+
+def test_patience_lasts_while_the_host_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sound back end was called broken: the clock had gone on by more than the patience, and nothing else."""
+    with closing(world_of("kvxfer.testing.fake:FakeTransport", delay_s=0.1)) as world:
+        a, b, link = world.pair()
+        monkeypatch.setattr("kvxfer.testing.conformance.suite.thread_clock", count(0, 1000).__next__)
+        world.move(link, TransferMode.SEND, a, b, Runs.of([0], [0], [1000]))
 
 
 def test_a_process_that_does_not_stop_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

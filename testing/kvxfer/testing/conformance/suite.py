@@ -227,12 +227,17 @@ class World:
     def comes(
         self, condition: Callable[[], bool], seconds: float | None = None, busy: Participant | None = None
     ) -> bool:
-        """Let everything go on until the condition holds; return false if that takes too long."""
-        until = thread_clock() + self._patience(seconds)
+        """Let everything go on until the condition holds; return false if that takes too long.
+
+        It has a turn for each 20 ms, however long this process stands still meanwhile.
+        """
+        patience = self._patience(seconds)
+        until, turns = thread_clock() + patience, patience / 0.02
         while not condition():
-            if thread_clock() > until:
+            if turns <= 0 and thread_clock() > until:
                 return False
             self.turn(busy=busy)
+            turns -= 1
         return True
 
     def _patience(self, seconds: float | None) -> float:
