@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from kvxfer import clock
 from kvxfer.errors import KvxferError
 from kvxfer.geometry import HOST, Runs
 from kvxfer.testing import ConformanceSuite, remote
-from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.conformance import TransferMode
 from kvxfer.testing.remote_participant import RemoteParticipant
 from kvxfer.transport import Transport, registry
@@ -28,13 +25,6 @@ from tests.testing.mutants import MUTANTS, SOUND, clean_up, complaint, complaint
 def nothing_kept() -> Iterator[None]:
     yield
     clean_up()
-
-
-@pytest.fixture(autouse=True)
-def no_time_without_a_processor() -> Iterator[None]:
-    """The bytes that a back end lets land late would land before the clause looks, on a host that lets it stand still meanwhile."""
-    with mock.patch.object(clock, "now", thread_clock):
-        yield
 
 
 def each(mutants: list[tuple[type[Transport], str, dict[str, Any]]]) -> Any:

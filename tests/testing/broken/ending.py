@@ -9,19 +9,33 @@ from typing import Any, ClassVar
 from kvxfer import clock
 from kvxfer.errors import PeerError
 from kvxfer.testing import FakeTransport
+from kvxfer.testing.clock import thread_clock
 from kvxfer.testing.network import PendingBatch
 from kvxfer.transport import Completion, Quieted, Verb
 from tests.testing.sound import GetsQuietLater
 
 
 class SaysQuietTooSoon(FakeTransport):
-    """Bytes of an aborted batch come late, although it was said to be quiet."""
+    """Bytes of an aborted batch come late, although it was said to be quiet.
+
+    They come after the test has looked, also on a host that stands still meanwhile.
+    """
+
+    def __init__(self, agent: str, options: Any) -> None:
+        super().__init__(agent, options)
+        self.late: list[tuple[float, PendingBatch]] = []
+
+    def poll(self) -> list[Completion | Quieted]:
+        for comes, post in self.late:
+            if thread_clock() < comes:
+                post.due = clock.now() + 0.02
+        return super().poll()
 
     def abort(self, batch: int) -> None:
         for side in self.links.values():
             for post in side.posts:
                 if post.number == batch:
-                    post.due += 0.1
+                    self.late.append((thread_clock() + 0.1, post))
                     self.completions.append(Completion(batch, PeerError(f"aborted, with {side.peer_agent}")))
                     self.wake()
 
