@@ -237,6 +237,17 @@ def test_questions_whose_answers_are_not_read_cost_the_link(world: World, impost
     assert lost is not None and "does not read" in lost.detail
 
 
+def test_what_this_side_has_to_say_itself_does_not_count_as_answers(world: World, impostor: Impostor) -> None:
+    victim = impostor.victim
+    world.wait_for(lambda: victim.transport._open[impostor.peer]._heard, "the impostor's HELLO")
+    batch = Batch(Verb.RECV, impostor.peer, 0, np.array([8]), np.array([0]))
+    victim.transport._open[impostor.peer]._control.extend([(Header(Kind.GRANT, 0, 8, 8), b"")] * 10_000)
+    victim.submit(batch)
+    impostor.say(Header(Kind.HELLO), b"")
+    world.run(0.1)
+    assert victim.transport.lost(impostor.peer) is None
+
+
 def test_strangers_fill_no_memory(world: World) -> None:
     """By a message whose parts never end, in ZeroMQ's own protocol: as nobody, and with a password that is none."""
     a, b, link = world.pair()

@@ -31,7 +31,7 @@ EARLY_STREAMS = 4096
 """Streams that the peer may name before this side has posted them."""
 
 UNSENT = 4096
-"""Messages that may wait for the peer to read those before them when it asks for another."""
+"""Answers that may wait for the peer to read those before them."""
 
 
 @dataclass(eq=False)
@@ -84,12 +84,13 @@ class Link(LinkBase[Half]):
         self._early_ends: dict[tuple[Verb, int], str] = {}
         self._retiring: dict[Half, tuple[KvxferError, float]] = {}
         self._control: deque[tuple[Header, bytes]] = deque([(Header(Kind.HELLO), b"")])
+        self._answers: deque[tuple[Header, bytes]] = deque()  # apart, because the peer decides how many they are
         self._connection = connection
 
     @property
     def talks(self) -> bool:
         """Whether there is something to send."""
-        return bool(self._control or self._sendable)
+        return bool(self._control or self._answers or self._sendable)
 
     @property
     def retires(self) -> bool:
@@ -258,9 +259,9 @@ class Link(LinkBase[Half]):
         self._control.append((header, payload))
 
     def _answer(self, header: Header, payload: bytes = b"") -> None:
-        if len(self._control) >= UNSENT:
+        if len(self._answers) >= UNSENT:
             raise Violation(f"more than {UNSENT} messages whose answers it does not read")
-        self._say(header, payload)
+        self._answers.append((header, payload))
 
     def _may_say(self) -> bool:
         """Whether there is a message that the peer will hear: before its ``connect`` it drops what comes, and answers HELLO once called."""
@@ -282,7 +283,9 @@ class Link(LinkBase[Half]):
                 return False
             if not room:
                 return False
-            if self._may_say():
+            if self._answers:
+                self._connection.say(*self._answers.popleft())
+            elif self._may_say():
                 self._connection.say(*self._control.popleft())
             elif not self._send_frame():
                 return False
