@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from kvxfer import TransferId, clock
+from kvxfer import Ticket, TransferId, clock
 from kvxfer.cli.main import build
 from kvxfer.control import explaining, lookup
 from kvxfer.control.explaining import Explainer
@@ -25,6 +25,7 @@ from kvxfer.identity import Source
 from kvxfer.protocol.messages import Explain, Explained, Refused, encode
 from kvxfer.protocol.peer import PeerIdentity
 from kvxfer.security import make_key
+from kvxfer.testing.clock import SetForward
 from kvxfer.testing.engine import PagedEngine, until
 from kvxfer.testing.engine.memory import PagedMemory
 from tests.control.stranger import Stranger
@@ -52,7 +53,15 @@ class Pair:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def ahead() -> Iterator[SetForward]:
+    """Is the clock of this process, which the test sets forward."""
+    made = SetForward()
+    with made.installed():
+        yield made
+
+
+@pytest.fixture
+def make(ahead: SetForward, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     # A busy machine stands still for longer than an operator waits.
     monkeypatch.setattr("kvxfer.cli.why.ANSWER_S", 60.0)
     with ExitStack() as stack:
@@ -96,19 +105,28 @@ def test_what_was_delivered_is_one_story_of_both_sides(make: Any) -> None:
         assert words in text
 
 
-def test_the_last_that_failed(make: Any) -> None:
-    pair = make(decode={"start_timeout": 0.5})
+def wait_in_vain(pair: Pair, request: str, name: str, ahead: SetForward) -> Ticket:
+    """The consumer asks for what the producer has not computed, and gives it up at once."""
+    ticket = pair.p.ask(name, TOKENS)
+    pair.d.load(request, ticket, TOKENS)
+    until(lambda: pair.d.step() and pair.p.worker.agent._runtime.producer.awaited(ticket.transfer))
+    ahead.forward(11.0)
+    pair.d.worker.agent._loop.do(lambda now: [])  # it looks at the clock
+    pair.d.until(request)
+    return ticket
+
+
+def test_the_last_that_failed(make: Any, ahead: SetForward) -> None:
+    pair = make(decode={"start_timeout": 10.0})
     assert pair.why()[0] == 0 and "no request has failed" in pair.why()[1]
     for n in range(3):
-        ticket = pair.p.ask(f"late-{n}", TOKENS)
-        pair.d.load(f"r-{n}", ticket, TOKENS)
-        pair.d.until(f"r-{n}")
+        wait_in_vain(pair, f"r-{n}", f"late-{n}", ahead)
     code, told = pair.story(last="2")
     assert code == 1
     assert [found["decode"]["request"] for found in told["requests"]] == ["r-2", "r-1"], "the latest first"
     verdict = told["requests"][0]["verdict"]
     assert not {"announced", "heard", "arrived"} & told["requests"][0]["decode"]["stages"].keys()
-    assert "nothing came within 0.5 s" in verdict["says"] and "still had it in its queue" in verdict["says"]
+    assert "nothing came within 10 s" in verdict["says"] and "still had it in its queue" in verdict["says"]
     assert "start_timeout" in verdict["do"]
 
 
@@ -124,12 +142,10 @@ def test_a_lease_that_was_too_short(make: Any) -> None:
     assert code == 1 and "its lease had ended" in verdict["says"] and "raise 'lease'" in verdict["do"]
 
 
-def computed_too_late(make: Any) -> Any:
+def computed_too_late(make: Any, ahead: SetForward) -> Any:
     """Engines of which the consumer gave a request up before the producer computed it."""
-    pair = make(decode={"start_timeout": 0.5})
-    ticket = pair.p.ask("q", TOKENS)
-    pair.d.load("r", ticket, TOKENS)
-    pair.d.until("r")
+    pair = make(decode={"start_timeout": 10.0})
+    ticket = wait_in_vain(pair, "r", "q", ahead)
     time.sleep(0.3)  # longer than a question takes, by which the two clocks are compared
     pair.p.run("q", ticket.digest, 0, TOKENS)
     until(lambda: pair.p.step() and pair.story("r")[1]["requests"][0]["prefill"]["over"])
@@ -325,18 +341,18 @@ def test_a_program_that_repeats_its_question_keeps_no_operator_on_its_host_waiti
     assert code == 3 and "no engine that was asked knows request 'nobody'" in text and "problem" not in text
 
 
-@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+@pytest.mark.parametrize("skew", [-3600.0, 3600.0])
 def test_clocks_that_differ_change_neither_the_story_nor_the_verdict(
-    make: Any, monkeypatch: pytest.MonkeyPatch, ahead: float
+    make: Any, monkeypatch: pytest.MonkeyPatch, ahead: SetForward, skew: float
 ) -> None:
     """Times are shown by the clock of the host on which `why` runs."""
-    pair = computed_too_late(make)
+    pair = computed_too_late(make, ahead)
 
     def skewed(host: str, port: int, *more: Any) -> Any:
         found = lookup.explain(host, port, *more)
         if f"{host}:{port}" == pair.at(pair.d.scheduler):
             return found
-        return replace(found, now=found.now + ahead, stories=tuple(replace(s, at=s.at + ahead) for s in found.stories))
+        return replace(found, now=found.now + skew, stories=tuple(replace(s, at=s.at + skew) for s in found.stories))
 
     monkeypatch.setattr("kvxfer.cli.why.explain", skewed)
     _, told = pair.story("r")

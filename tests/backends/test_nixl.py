@@ -144,6 +144,7 @@ def test_a_failed_piece_vouches_for_no_other(cma: World, monkeypatch: pytest.Mon
     a, b, link = large(cma)
     monkeypatch.setattr(LibraryAgent, "post", lambda self, handle: post(self, handle) and False)
     monkeypatch.setattr(LibraryAgent, "done", done)
+    monkeypatch.setattr(flight, "GIVE_UP_S", 60.0)
     started = link.start(
         TransferMode.READ, a, b, Runs.of(np.arange(512) * 16384, np.arange(512)[::-1] * 16384, np.full(512, 16384))
     )

@@ -286,7 +286,7 @@ def test_what_strangers_have_said_is_forgotten_with_their_connections(
 
 def test_silence_counts_from_the_last_word_however_long_this_side_stood_still(engine) -> None:
     """What came meanwhile was read afterwards, and is not to be pardoned: a peer had been waited for so much longer."""
-    p = engine({"verbs": ["read"]}, seed=1, peer_timeout=2.0)
+    p = engine({"verbs": ["read"]}, seed=1, peer_timeout=4.0)
     with acquainted(p) as s:
         fence = Sluggish()
         p.agents[0].offer(offered([1], 4, transfer=TransferId("own/9/slow", 0)), fence)
@@ -353,8 +353,8 @@ def test_time_runs_from_the_call(clock: SetForward, engine) -> None:
     assert 119.9 < end.seconds < 200.0, "from when the control thread came to it, its time is over after 239.5 s"
 
 
-def test_calls_without_end_delay_no_deadline(engine) -> None:
-    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=2.5)
+def test_calls_without_end_delay_no_deadline(clock: SetForward, engine) -> None:
+    p, d = engine({"verbs": ["read"]}, seed=1), engine({"verbs": ["read"]}, transfer_timeout=120.0)
     works(p, d)
     loop, over = d.agents[0]._loop, threading.Event()
 
@@ -365,6 +365,7 @@ def test_calls_without_end_delay_no_deadline(engine) -> None:
 
     d.agents[0].fetch(fetch(p.source, [5], 4, transfer=TransferId("own/1/never", 0), handle="never"))
     loop.do(again)
+    clock.forward(121.0)
     try:
         assert d.over("never", 30.0).outcome.kind is FailureKind.NEVER_OFFERED
     finally:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from kvxfer import BlockTable, Fetch, Offer, TransferId, clock
+from kvxfer import BlockTable, Fetch, Offer, TransferId
 from kvxfer.cli.main import build
 from kvxfer.control import stories
 from kvxfer.control.stories import AgentStories
@@ -19,6 +19,7 @@ from kvxfer.failures import DELIVERED, Failure, FailureKind, Outcome
 from kvxfer.identity import Source
 from kvxfer.protocol.messages import Explain, Story
 from kvxfer.protocol.values import Ended, Released
+from kvxfer.testing.clock import SetForward
 from kvxfer.testing.engine import AgentEngine, until
 from kvxfer.testing.engine.memory import PagedMemory
 
@@ -27,8 +28,8 @@ DIGEST = b"prompt"
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[AgentEngine, AgentEngine]]:
-    times = {"start_timeout": 1.0, "peer_timeout": 20.0}
+def pair(clock: SetForward) -> Iterator[tuple[AgentEngine, AgentEngine]]:
+    times = {"start_timeout": 10.0, "peer_timeout": 20.0}
     with (
         closing(AgentEngine(times, PagedMemory(tokens=TOKENS), name="p")) as p,
         closing(AgentEngine(times, PagedMemory(tokens=TOKENS), name="d")) as d,
@@ -52,14 +53,14 @@ def offer(p: AgentEngine, name: str, tokens: int = TOKENS, **more: Any) -> Trans
     return transfer
 
 
-def fetch(d: AgentEngine, handle: str, transfer: TransferId, source: Source) -> Ended:
+def fetch(d: AgentEngine, handle: str, transfer: TransferId, source: Source) -> None:
     d.agents[0].fetch(Fetch(handle, transfer, DIGEST, source, BlockTable.of([[2]]), 0, TOKENS))
-    return d.over(handle)
 
 
 def test_a_delivery_is_one_story_of_both_sides(pair: tuple[AgentEngine, AgentEngine]) -> None:
     p, d = pair
-    assert fetch(d, "request-7", offer(p, "r7", handle="prefill-7"), p.source).outcome.delivered
+    fetch(d, "request-7", offer(p, "r7", handle="prefill-7"), p.source)
+    assert d.over("request-7").outcome.delivered
     p.wait(Released)
     code, told = why("request-7", decode=d)
     (found,) = told["requests"]
@@ -71,14 +72,18 @@ def test_a_delivery_is_one_story_of_both_sides(pair: tuple[AgentEngine, AgentEng
     assert {"begun", "computed", "ended"} == found["prefill"]["stages"].keys()
 
 
-def test_what_failed_is_told_without_a_name(pair: tuple[AgentEngine, AgentEngine]) -> None:
+def test_what_failed_is_told_without_a_name(pair: tuple[AgentEngine, AgentEngine], clock: SetForward) -> None:
     p, d = pair
     never = TransferId.mint(p.directory.epoch, "never")
     fetch(d, "lost", never, p.source)
+    until(lambda: p.agents[0]._runtime.producer.awaited(never))
+    clock.forward(11.0)
+    d.agents[0]._loop.do(lambda now: [])  # it looks at the clock
+    d.over("lost")
     code, told = why(decode=d)
     (found,) = told["requests"]
     assert code == 1 and found["decode"]["request"] == "lost" and found["decode"]["outcome"] == "never_offered"
-    assert "nothing came within 1 s" in found["verdict"]["says"]
+    assert "nothing came within 10 s" in found["verdict"]["says"]
 
 
 def test_ranks_of_one_process_tell_one_story() -> None:
@@ -115,7 +120,7 @@ def test_no_more_is_kept_than_a_bound() -> None:
 @pytest.mark.parametrize("failure", [None, Failure(FailureKind.PEER_LOST, "gone")], ids=["delivered", "failed"])
 def test_what_ends_while_it_is_read_is_under_way_or_over(failure: Failure | None) -> None:
     """Another thread reads it whenever the clock is looked at for its end."""
-    kept, transfer, told, now = AgentStories(7), TransferId("own/1/r", 0), list[list[Story]](), clock.now
+    kept, transfer, told, now = AgentStories(7), TransferId("own/1/r", 0), list[list[Story]](), stories.clock.now
     kept.fetched(Fetch("r", transfer, DIGEST, Source("h", 1, 1), BlockTable.of([[2]]), 0, TOKENS), 1.0)
 
     def read() -> float:

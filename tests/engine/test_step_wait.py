@@ -239,7 +239,7 @@ class Asking:
     """An engine that asks another for prefixes. The other answers when its thread steps; ``requests`` is what the first says it has."""
 
     def __init__(self) -> None:
-        self.requests, config = 1, Config.from_mapping({"ask_timeout": 5.0, "ask_tokens": 1})
+        self.requests, config = 1, Config.from_mapping({"ask_timeout": 60.0, "ask_tokens": 1})
         queue = EngineQueue(lambda: self.requests, lambda: False)
         self.side = SchedulerSide(config, "p", (Group(4),), 1, FACTS, queue=queue)
         self.other = SchedulerSide(config, "d", (Group(4),), 1, FACTS)
@@ -261,7 +261,7 @@ def p() -> Iterator[Asking]:
 
 def test_an_answer_is_waited_for_within_the_step(p: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that has nothing else to do makes no empty steps until then."""
-    monkeypatch.setattr("kvxfer.engine.asks.ANSWER_LOOK_S", 0.1)  # on a busy machine an answer takes a while
+    monkeypatch.setattr("kvxfer.engine.step_wait.LOOKS", 1_000_000)  # on a busy machine an answer takes a while
     p.other.wake = p.other.step  # at once, on the directory's thread
     p.ask("a")
     assert p.side.loadable("a", 0) == 0, "the answer, which is nothing, has come within the call"

@@ -18,16 +18,27 @@ from tests.vllm.engine import STATEFUL, PlayedEngine, prompt
 Make = Callable[..., PlayedEngine]
 
 
-def settle(*engines: PlayedEngine, steps: int = 40) -> None:
-    for _ in range(steps):
+def settle(*engines: PlayedEngine, until: Callable[[], bool] = lambda: True) -> None:
+    """Make some steps, and more until something is true, or 20 s are over."""
+    end = time.monotonic() + 20
+    steps = 0
+    while steps < 40 or (not until() and time.monotonic() < end):
+        steps += 1
         time.sleep(0.002)  # what engines tell each other goes through real sockets
         for engine in engines:
             engine.step()
 
 
+def answered(d: PlayedEngine, at_d: list[str], texts: list[list[int]], *others: PlayedEngine) -> None:
+    """Engines go on until D has answered, and it was right."""
+    settle(d, *others, until=lambda: set(at_d) <= d.done.keys())
+    for name, text in zip(at_d, texts, strict=True):
+        check(d, name, text)
+
+
 def clean(*engines: PlayedEngine) -> None:
     """Nothing is held, and no lease was waited for."""
-    settle(*engines)
+    settle(*engines, until=lambda: all(engine.free == engine.room for engine in engines))
     for engine in engines:
         assert engine.free == engine.room, "blocks are held"
         engine.assert_clean()
@@ -103,9 +114,7 @@ def test_a_batch_with_a_prompt_of_one_token(make: Make, one_at: int) -> None:
     texts[one_at] = [7]
     params, _ = batch(p, texts)
     at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts)]
-    settle(d, p)
-    for name, text in zip(at_d, texts, strict=True):
-        check(d, name, text)
+    answered(d, at_d, texts, p)
     clean(p, d)
 
 
@@ -141,9 +150,7 @@ def test_batches_under_one_id_are_told_apart_by_their_arrival(make: Make) -> Non
     d.reject([], p.done[at_p[0][0]].params, "cmpl-abc")
     params = p.done[at_p[0][1]].params
     at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts[1])]
-    settle(d, p)
-    for name, text in zip(at_d, texts[1], strict=True):
-        check(d, name, text)
+    answered(d, at_d, texts[1], p)
     assert d.loaded == sum(len(text) - 1 for text in texts[1])
     clean(p, d)
 
@@ -158,9 +165,7 @@ def test_batches_under_one_id_do_not_give_each_other_up(make: Make) -> None:
     d.reject([], p.done[at_p[0][0]].params, "cmpl-abc")
     params = p.done[at_p[1][0]].params
     at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts[1])]
-    settle(d, p)
-    for name, text in zip(at_d, texts[1], strict=True):
-        check(d, name, text)
+    answered(d, at_d, texts[1], p)
     assert d.loaded == sum(len(text) - 1 for text in texts[1])
     p.lease_ends()
     clean(p, d)
@@ -172,9 +177,7 @@ def test_a_recurrent_model_whose_first_prompt_has_one_token(make: Make, groups: 
     texts = [[7], prompt(50), prompt(60, seed=3)]
     params, _ = batch(p, texts)
     at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts)]
-    settle(d, p, steps=80)
-    for name, text in zip(at_d, texts, strict=True):
-        check(d, name, text)
+    answered(d, at_d, texts, p)
     assert d.loaded > 0
     clean(p, d)
 
@@ -200,7 +203,7 @@ def test_one_prompt_twice_under_one_id_at_once(make: Make, engines: int) -> None
     at_p = [p.add(text, OFFER, n=1, name="chatcmpl-session") for _ in range(2)]
     p.run(until=at_p[-1])
     at_d = [(ds[i % engines], ds[i % engines].add(text, p.done[name].params)) for i, name in enumerate(at_p)]
-    settle(p, *ds)
+    settle(p, *ds, until=lambda: all(name in d.done for d, name in at_d))
     for d, name in at_d:
         check(d, name, text)
     assert all(d.loaded for d in ds)
@@ -283,11 +286,9 @@ def test_samples_and_lists_that_may_be_on_several_ranks_are_refused_by_name(
         texts = [prompt(50 + i, seed=i) for i in range(3)]
         params, _ = batch(p, texts)
         at_d = [d.add(text, params, name=f"cmpl-abc-{i}") for i, text in enumerate(texts)]
-        settle(d, p)
+        answered(d, at_d, texts, p)
     assert told(p) == {"data_parallel": 4} and "data-parallel ranks" in caplog.text
     assert d.loaded == len(texts[0]) - 1
-    for name, text in zip(at_d, texts, strict=True):
-        check(d, name, text)
     clean(p, d)
 
 

@@ -72,7 +72,8 @@ def thread_clock() -> float:
     """Return a time in seconds that stands still while the calling thread is ready to run but gets no processor.
 
     It goes on while the thread runs or sleeps. If the kernel does not account for such waiting, this is the monotonic clock.
-    Any thread, but only times of the same thread can be compared.
+    It may go back a little from one reading to the next, by what the thread has waited meanwhile: it is for patience, and no clock for
+    ``kvxfer.clock``. Any thread, but only times of the same thread can be compared.
     """
     now = time.monotonic()
     try:

@@ -9,33 +9,38 @@ from typing import Any, ClassVar
 from kvxfer import clock
 from kvxfer.errors import PeerError
 from kvxfer.testing import FakeTransport
-from kvxfer.testing.clock import thread_clock
-from kvxfer.testing.network import PendingBatch
+from kvxfer.testing.network import LateBytes, PendingBatch
 from kvxfer.transport import Completion, Quieted, Verb
 from tests.testing.sound import GetsQuietLater
 
+LATE_POLLS = 15
+"""After how many polls what is late comes: when the test has looked, also on a host that stands still meanwhile."""
+
 
 class SaysQuietTooSoon(FakeTransport):
-    """Bytes of an aborted batch come late, although it was said to be quiet.
-
-    They come after the test has looked, also on a host that stands still meanwhile.
-    """
+    """Bytes of an aborted batch come late, although it was said to be quiet."""
 
     def __init__(self, agent: str, options: Any) -> None:
         super().__init__(agent, options)
-        self.late: list[tuple[float, PendingBatch]] = []
+        self.late: list[PendingBatch] = []
+        self.polls = 0
 
     def poll(self) -> list[Completion | Quieted]:
-        for comes, post in self.late:
-            if thread_clock() < comes:
-                post.due = clock.now() + 0.02
-        return super().poll()
+        self.polls += bool(self.late)
+        if self.polls == LATE_POLLS:
+            for post in self.late:
+                post.due = 0.0
+        done = super().poll()
+        if 0 < self.polls < LATE_POLLS:
+            self.wakeup.at(clock.now() + 0.001)
+        return done
 
     def abort(self, batch: int) -> None:
         for side in self.links.values():
             for post in side.posts:
                 if post.number == batch:
-                    self.late.append((thread_clock() + 0.1, post))
+                    post.due = clock.now() + 3600.0
+                    self.late.append(post)
                     self.completions.append(Completion(batch, PeerError(f"aborted, with {side.peer_agent}")))
                     self.wake()
 
@@ -116,16 +121,26 @@ class NeverGetsQuiet(GetsQuietLater):
 class SaysQuietedTooSoon(GetsQuietLater):
     """The second word comes before the last byte has."""
 
+    def __init__(self, agent: str, options: Any) -> None:
+        super().__init__(agent, options)
+        self.late: list[LateBytes] = []
+        self.polls = 0
+
     def complete(self, completion: Completion) -> None:
         super().complete(completion)
         if not completion.quiet:
+            self.late.append(self._net._late.pop())
             super().quieted(completion.batch)
 
     def poll(self) -> list[Completion | Quieted]:
-        for late in self._net._late:
-            if late.side.owner is self and late.quiet_at < clock.now() + 0.02:
+        self.polls += bool(self.late)
+        if self.polls == LATE_POLLS:
+            for late in self.late:
                 late.move()
-        return super().poll()
+        done = super().poll()
+        if 0 < self.polls < LATE_POLLS:
+            self.wakeup.at(clock.now() + 0.001)
+        return done
 
 
 class SaysQuietedTwice(GetsQuietLater):
