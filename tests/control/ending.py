@@ -21,7 +21,7 @@ from kvxfer.identity import TransferId
 from kvxfer.protocol.values import Ended, Released
 from tests.control.node import NodeEngine, name
 
-CONFIG = {"transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 5.0, "abort_timeout": 5.0, "staging_bytes": 1 << 20}
+CONFIG = {"transfer_timeout": 20.0, "lease": 20.0, "peer_timeout": 20.0, "abort_timeout": 5.0, "staging_bytes": 1 << 20}
 
 
 def engine(backend: str, seed: int = 0) -> NodeEngine:

@@ -110,8 +110,8 @@ class Node:
     """The handle. Methods that ``NodeEngine`` has are called there."""
 
     def __init__(self, backend: str = "zmq", **config: Any) -> None:
-        config = {"transfer_timeout": 30.0, "lease": 30.0, "peer_timeout": 2.0, "staging_bytes": 1 << 20, **config}
-        config = {"blocks": 64, "abort_timeout": config["peer_timeout"], **config}
+        config = {"transfer_timeout": 30.0, "lease": 30.0, "peer_timeout": 20.0, "staging_bytes": 1 << 20, **config}
+        config = {"blocks": 64, "abort_timeout": min(2.0, config["peer_timeout"]), **config}
         self._engine = Remote("node", _serve, {"backend": backend, **config})
         self.process, self.kill = self._engine.process, self._engine.kill
         self.source: Source = self._engine("source")

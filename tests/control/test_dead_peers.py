@@ -18,7 +18,7 @@ from tests.control.test_processes import deliver, half
 from tests.relay import Relay
 
 K = FailureKind
-SILENCE, TIMEOUT = 1.0, 30.0
+SILENCE, TIMEOUT = 3.0, 30.0
 DEAD = {K.PEER_LOST, K.PEER_UNREACHABLE, K.NO_SUCH_ENGINE}
 Make = Callable[..., Node]
 

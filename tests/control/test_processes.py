@@ -98,7 +98,7 @@ def test_consumer_is_killed(node: Make, when: str) -> None:
 
 
 def test_producer_is_stopped_and_goes_on_later(node: Make) -> None:
-    p, d = node(seed=1, lease=5.0), node()
+    p, d = node(seed=1, lease=5.0), node(peer_timeout=3.0)
     half(p, d, 0)
     with p.stopped():
         end = d.settled(name(0))
@@ -112,7 +112,7 @@ def test_producer_is_stopped_and_goes_on_later(node: Make) -> None:
 
 
 def test_consumer_is_stopped_and_goes_on_later(node: Make) -> None:
-    p, d = node(seed=1, lease=5.0), node()
+    p, d = node(seed=1, lease=5.0, peer_timeout=3.0), node()
     half(p, d, 0)
     with d.stopped():
         end = p.settled(name(0), timeout=60.0)
@@ -133,7 +133,7 @@ def test_a_host_that_froze_blames_no_peer(node: Make) -> None:
 
 
 def test_directory_whose_connection_leads_nowhere_is_dialled_anew(node: Make) -> None:
-    p, d = node(seed=1, lease=30.0), node(transfer_timeout=30.0)
+    p, d = node(seed=1, lease=30.0), node(transfer_timeout=30.0, peer_timeout=3.0)
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # takes connections and never says a word
         relay = Relay(f"tcp://127.0.0.1:{nobody.getsockname()[1]}")
         at_relay = Source("127.0.0.1", int(relay.address.rpartition(":")[2]), p.source.epoch)
@@ -187,7 +187,7 @@ def test_news_for_an_earlier_engine_is_not_heard(node: Make) -> None:
 
 
 def test_peers_that_die_leave_no_threads_and_no_descriptors(node: Make) -> None:
-    d = node()
+    d = node(peer_timeout=3.0)
     first = node(seed=1)
     deliver(first, d, "warm")
     first.kill()

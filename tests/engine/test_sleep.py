@@ -26,7 +26,7 @@ from tests.engine.small import over
 BLOCKS, TOKENS = 8, 4
 GONE = {FailureKind.PEER_LOST, FailureKind.PEER_UNREACHABLE, FailureKind.NO_SUCH_ENGINE}
 """Whether a connection ends first, or a new one is refused, is the network's business."""
-SETTINGS = {"transfer_timeout": 20.0, "peer_timeout": 5.0, "staging_bytes": 1 << 20}
+SETTINGS = {"transfer_timeout": 20.0, "peer_timeout": 20.0, "staging_bytes": 1 << 20}
 
 
 class Worker:

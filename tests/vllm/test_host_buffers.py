@@ -123,7 +123,7 @@ class Worker:
         self.tensors = tensors_in(order)
         cache = cache_of(self.tensors, device)
         config = Config(
-            backend=backend, transfer_timeout=20.0, peer_timeout=5.0, staging_bytes=1 << 20, layout_check=False
+            backend=backend, transfer_timeout=20.0, peer_timeout=20.0, staging_bytes=1 << 20, layout_check=False
         )
         vllm: Any = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(engine_id="buffered", kv_buffer_device="cpu"),

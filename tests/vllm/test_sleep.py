@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, backend: str) -> None:
         self.pages = ElasticPages(BLOCKS, BLOCKS)
-        config = Config(backend=backend, transfer_timeout=20.0, peer_timeout=5.0, staging_bytes=1 << 20)
+        config = Config(backend=backend, transfer_timeout=20.0, peer_timeout=20.0, staging_bytes=1 << 20)
         view = View("kv", 0, ("a",), (0,), BLOCKS, PAGE, PAGE, "test")
         cache = Cache((Region(self.pages.address, BLOCKS * PAGE),), (Group(TOKENS),), (view,))
         vllm: Any = SimpleNamespace(
