@@ -165,6 +165,7 @@ from kvxfer_vllm.metrics import KVXferPromMetrics
 def front_end(pipe):
     config = SimpleNamespace(kv_transfer_config=None)
     exported = KVXferPromMetrics(config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["engine"], {0: ["0"]})
+    pipe.send("its files are made")
     while True:
         exported.observe(pipe.recv())
         pipe.send("done")
@@ -173,6 +174,7 @@ forks, ends = multiprocessing.get_context("fork"), []
 for _ in range(2):
     ours, theirs = forks.Pipe()
     forks.Process(target=front_end, args=(theirs,), daemon=True).start()
+    ours.recv()
     ends.append(ours)
 for line in sys.stdin:
     which, data = json.loads(line)
