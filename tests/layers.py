@@ -58,7 +58,7 @@ LAYERS = {
     "house": Layer(
         f"{ROOT_FILES} tests/docs tests/testing tests/fuzz tests/examples",
         "tests/test_doctor.py tests/test_cli.py tests/test_incidents.py tests/test_packaging.py "
-        "tests/test_why.py tests/test_keys.py",
+        "tests/test_why.py tests/test_keys.py tests/examples/test_transformers.py",
         keep=4,
         beside=2,
     ),
@@ -78,7 +78,8 @@ LAYERS = {
     ),
     "vllm": Layer(
         "tests/vllm",
-        "tests/vllm/test_metrics.py tests/vllm/test_turns.py tests/vllm/test_conversations.py tests/vllm/test_kinds.py",
+        "tests/vllm/test_seen.py tests/vllm/test_metrics.py tests/vllm/test_events.py tests/vllm/test_turns.py "
+        "tests/vllm/test_conversations.py tests/vllm/test_kinds.py",
         keep=4,
     ),
     # The nixl and ucxx packages each bring a libucp, and with both in use in one process, UCX has crashed.

@@ -16,10 +16,11 @@ REFUSED = """
 from exchange import Exchange
 from model import make_model, prompts
 from transformers import AutoModelForCausalLM, MistralConfig
-from kvxfer import KvxferError
+from kvxfer import Config, KvxferError
 
 model, (ids, *_) = make_model(), prompts()
-here, there = Exchange(model, "here"), Exchange(model, "there")
+# A lease is waited for: who has asked with another digest may be wrong.
+here, there = Exchange(model, "here", Config(lease=8.0)), Exchange(model, "there")
 ticket = here.offer(model(ids, use_cache=True)[here.argument], ids[0])
 try:
     there.fetch(ticket, ids[0] // 2)
