@@ -71,8 +71,8 @@ LAYERS = {
     ),
     "control": Layer(
         "tests/control",
-        "tests/control/test_adversary.py tests/control/test_processes.py tests/control/test_dead_peers.py "
-        "tests/control/test_budgets.py tests/control/test_endings.py",
+        "tests/control/test_adversary.py tests/control/test_strangers.py tests/control/test_processes.py "
+        "tests/control/test_dead_peers.py tests/control/test_budgets.py tests/control/test_endings.py",
         keep=4,
         beside=2,
     ),

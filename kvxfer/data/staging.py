@@ -165,11 +165,13 @@ class Staging:
 
         Stop waiting at this time of ``kvxfer.clock``. Return whether the device is done.
         """
-        while self.work():
-            if clock.now() >= until:
+        while True:
+            now = clock.now()  # before it looks: the process may stand still in between
+            if not self.work():
+                return True
+            if now >= until:
                 return False
             clock.wait(TICK_S)
-        return True
 
     def give(self, slot: Slot) -> None:
         """Give back a slot that no back end touches any more."""

@@ -15,6 +15,7 @@ from kvxfer.backend.endpoint import new_token
 from kvxfer.errors import TransportError
 from kvxfer.geometry.region import Region
 from kvxfer.testing import ConformanceSuite
+from kvxfer.testing.clock import SetForward
 from kvxfer.testing.conformance.history import Histories
 from kvxfer.testing.conformance.transfers import Transfers
 from kvxfer.transport import Batch, Completion, Verb
@@ -221,6 +222,25 @@ def test_an_acknowledgement_before_a_close_counts(pair: tuple[Side, Side]) -> No
     time.sleep(0.2)
     found += run(a, ends=1) if not found else []
     assert [c.error for c in (*received, *found)] == [None, None]
+
+
+def test_a_process_that_stands_still_as_it_closes_lets_go_of_everything(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = pair
+    a.submit(Verb.SEND, 0, [0], [1 << 20])
+    b.submit(Verb.RECV, 0, [0], [1 << 20])
+    assert all(end.error is None for end in run(a, b, ends=2))
+    cut, clock = Link.cut, SetForward()
+
+    def stall(self: Link, why: TransportError) -> None:
+        cut(self, why)
+        clock.forward(60.0)
+
+    monkeypatch.setattr(Link, "cut", stall)
+    with clock.installed():
+        a.transport.close()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("sent", "wanted"), [(100, 99), (99, 100), (100_000, 90_000), (90_000, 100_000)])

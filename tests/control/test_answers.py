@@ -9,11 +9,14 @@ from msgspec.structs import replace
 
 from kvxfer import Source
 from kvxfer.config import Config
+from kvxfer.control import resolver
 from kvxfer.control.directory import Directory
 from kvxfer.failures import Failure, FailureKind
+from kvxfer.geometry import Cache
 from kvxfer.identity import TransferId
+from kvxfer.testing.clock import SetForward
 from kvxfer.testing.fake import FakeTransport
-from tests.control.conftest import Ended, fetch, offered, until
+from tests.control.conftest import Ended, fetch, offered, until, works
 from tests.ports import NOBODY
 
 K = FailureKind
@@ -97,6 +100,35 @@ def test_an_endpoint_that_is_too_long_is_named(
     failure = told(d.agents[0], p.source)
     assert failure.kind is K.BACKEND_FAILED
     assert re.search(words, failure.detail), failure
+
+
+def test_a_host_that_stands_still_while_it_checks_what_a_peer_says_of_itself_refuses_nobody(
+    clock: SetForward, engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = engine({}, seed=1, **FAR), engine({}, **FAR)
+    check = Cache.check
+
+    def late(cache: Cache) -> None:
+        check(cache)
+        clock.forward(3.0)
+
+    monkeypatch.setattr(Cache, "check", late)
+    works(p, d)
+
+
+def test_a_descriptor_that_takes_too_long_to_check_is_refused(engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolver, "CHECK_S", 0.01)
+    check = Cache.check
+
+    def long(cache: Cache) -> None:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            check(cache)
+
+    p, d = engine({}, seed=1, **FAR), engine({}, **FAR)
+    monkeypatch.setattr(Cache, "check", long)
+    failure = told(d.agents[0], p.source)
+    assert failure.kind is K.INCOMPATIBLE and "more than can be checked in 0.01 s" in failure.detail
 
 
 def test_a_load_goes_on_once_the_ranks_of_its_source_are_published(engine) -> None:

@@ -88,7 +88,7 @@ def test_links_that_come_to_nothing_leave_no_endpoints(engine, monkeypatch: pyte
     """Neither with the producer, to whom strangers say hello, nor with the consumer, who dials where nobody is."""
     monkeypatch.setattr(Tracked, "made", [])
     backend = f"{__name__}:Tracked"
-    p, d = (engine({"verbs": ["read"], "backend": backend}, seed=seed, peer_timeout=1.5) for seed in (1, None))
+    p, d = (engine({"verbs": ["read"], "backend": backend}, seed=seed, peer_timeout=3.0) for seed in (1, None))
     of_p, of_d = Tracked.made
     for _ in range(5):
         with Stranger(p.agents[0].descriptor.address) as s:

@@ -15,6 +15,7 @@ from kvxfer.data.staging import Staging
 from kvxfer.geometry import Cache, Planner, Region, route
 from kvxfer.identity import TransferId
 from kvxfer.memory.cpu import CpuSpace
+from kvxfer.testing.clock import SetForward
 from kvxfer.testing.fake import FakeTransport, Network
 from tests.control.conftest import Ended, Released, fetch, meet, offered, until
 
@@ -181,6 +182,20 @@ def test_a_slot_that_is_being_packed_is_nobody_elses_after_a_reset(device):
     free.set()
     assert staging.wait(time.monotonic() + 30.0)
     assert staging.take(links[-1], "consumer").offset == slot.offset
+
+
+def test_a_device_that_ends_while_the_process_stands_still_has_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, clock = np.zeros(SLOTS * 4096, np.uint8), SetForward()
+    staging = Staging((Region(memory.ctypes.data, memory.nbytes),), memory.nbytes, "cpu")
+    looks = iter([["a copy"], []])
+
+    def stall() -> list[str]:
+        clock.forward(60.0)
+        return next(looks)
+
+    monkeypatch.setattr(staging, "work", stall)
+    with clock.installed():
+        assert staging.wait(clock.now() + 30.0)
 
 
 class Later:

@@ -116,8 +116,10 @@ def test_a_load_of_any_length_is_taken_within_the_step(d: Consumer) -> None:
     ("run", "copy_s", "sync"), [(1, 0.001, True), (1, 0.004, False), (9, 0.001, True), (20, 0.001, False)]
 )
 def test_beside_requests_that_compute_a_long_load_is_if_its_copy_costs_them_less_than_it_saves(
-    d: Consumer, run: int, copy_s: float, sync: bool
+    d: Consumer, monkeypatch: pytest.MonkeyPatch, run: int, copy_s: float, sync: bool
 ) -> None:
+    now = clock.now()
+    monkeypatch.setattr(clock, "now", lambda: now)
     d.knows_a_long_one()
     d.side.loads.prefetches._copying.took(TOKENS, copy_s)
     d.requests = run

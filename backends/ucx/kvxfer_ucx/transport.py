@@ -46,8 +46,8 @@ HOST_RUN_BYTES = 64
 DEVICE_RUN_BYTES = 4 << 20
 """A message costs 5 to 10 us, in which NVLink moves this much."""
 
-CLOSE_S = 2.0
-"""How long ``close`` waits for UCX to let go of everything."""
+CLOSE_S, LEAST = 2.0, 300
+"""How long ``close`` waits for UCX to let go of everything, and how often it looks at least, while the process stands still, too."""
 
 _kept: list[object] = []
 """What UCX does not let go of when a transport is closed: never driven again, nor destroyed while it is in use."""
@@ -242,7 +242,9 @@ class UcxTransport(Base[Endpoint, Link]):
             if connection is not None:
                 connection.destroy()
         self._connections.clear()
-        while self._ending and clock.now() < now + CLOSE_S:
+        looks = 0
+        while self._ending and (looks < LEAST or clock.now() < now + CLOSE_S):
+            looks += 1
             self._step(clock.now())
             self._progress(clock.now() + SLICE_S)
         if self._ending:
