@@ -114,6 +114,7 @@ def test_a_host_that_stands_still_while_it_checks_what_a_peer_says_of_itself_ref
 
     monkeypatch.setattr(Cache, "check", late)
     works(p, d)
+    assert clock.now() - time.monotonic() > 2.0, "it has stood still"
 
 
 def test_a_descriptor_that_takes_too_long_to_check_is_refused(engine, monkeypatch: pytest.MonkeyPatch) -> None:
