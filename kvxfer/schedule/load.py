@@ -145,7 +145,8 @@ class LoadAction(enum.StrEnum):
 _A = LoadAction
 
 ENTERED: Mapping[LoadState, tuple[LoadAction, ...]] = {
-    _S.HERE: (_A.FILLED, _A.CLOSE),
+    _S.HERE: (_A.FILLED,),
+    _S.ADMITTED: (_A.CLOSE,),  # not before: only now can the other requests of its transfer find it in the prefix cache
     _S.ABANDONED: (_A.CANCEL, _A.CLOSE),
     _S.CANCELLED: (_A.CANCEL, _A.CLOSE),
     _S.CLOSED: (_A.LET_GO, _A.CLOSE, _A.END),

@@ -156,3 +156,22 @@ def test_what_a_step_copies_stays_until_it_has_though_the_request_comes_again(d:
     assert d.pool.used() == 2, "what is told again of the earlier one says nothing of this one"
     d.side.report(Report(copied={1: {RANK: 1e-6}}))
     d.over()
+
+
+@pytest.mark.parametrize("end", ["admitted", "aborted", "not needed", "short of blocks"])
+def test_a_sibling_waits_until_what_is_here_is_in_the_cache_or_given_up(d: Consumer, end: str) -> None:
+    """The engine may put off one that it could admit, for what it can copy in a step. The next in line would compute the whole prompt."""
+    assert d.load() and d.side.loadable("r", 0) is None
+    assert d.side.load("s", T, D, SOURCE, TOKENS, offered=True) and d.side.loadable("s", 0) is None
+    d.come()
+    assert d.side.loadable("s", 0) is None
+    if end == "admitted":
+        assert d.side.loadable("r", 0) == TOKENS
+        d.side.allocated("r", BOTH, TOKENS)
+    elif end == "aborted":
+        d.side.finished("r", BlockTable.of([[]]), False)
+    elif end == "not needed":
+        d.side.allocated("r", BOTH, 0)
+    else:
+        d.side.short_of_blocks()
+    assert d.side.loadable("s", 0) == 0
